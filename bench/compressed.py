@@ -33,7 +33,7 @@ from kernels.linear import group_linear
 from kernels.matrix import BlockScaled
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.hopper import multiprocessors
-from workers.models.attention.compressed_rows import ATTENDING
+from workers.models.attention.compressed_rows import attending
 
 ENTRY, ROPE, WINDOW, INDEX_HEADS, KEY, SELECTED, RANK = 512, 64, 128, 64, 128, 512, 1024
 HEADS_OF_A_GROUP = 8
@@ -181,9 +181,8 @@ class Prompt:
     """Attention of the last tokens of a prompt in a layer, in turns as the engine takes them."""
 
     def __init__(self, length: int, heads: int, ratio: int, alike: float, turn: int) -> None:
-        """`alike`: see `_selected`. `turn`: tokens that attend at once."""
+        """`alike`: see `_selected`. `turn`: tokens that attend at once, 0: as in a pass."""
         self.tokens, self.heads, self.ratio, self.alike = min(length, PROMPT), heads, ratio, alike
-        self.at_once = turn
         self.begin = length - self.tokens
         pages = length // PAGE_TOKENS + 1
         self.q, self.entry = normal(self.tokens, heads, ENTRY), normal(self.tokens, ENTRY)
@@ -197,6 +196,7 @@ class Prompt:
         entries = torch.clamp(self.position + 1, max=WINDOW) + (seen.clamp(max=SELECTED) if ratio == 4 else seen)
         self.operations = 4.0 * heads * ENTRY * int(entries.sum())
         self.most = WINDOW + (SELECTED if ratio == 4 else length // ratio if ratio else 0)
+        self.at_once = turn or attending(self.most)
         table = torch.randperm(pages, device=DEVICE).to(torch.int32).view(1, -1)
         row, slot, fault = (
             torch.zeros(count, dtype=dtype, device=DEVICE)
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32, help="heads of a rank, of 64")
     parser.add_argument("--prompts", help="lengths of prompts, in place of decode rows")
     parser.add_argument("--alike", type=float, default=0.8, help="how alike the tokens of a prompt select, 0 to 1")
-    parser.add_argument("--turn", type=int, default=ATTENDING, help="tokens of a prompt that attend at once")
+    parser.add_argument("--turn", type=int, default=0, help="tokens of a prompt that attend at once; 0: as a pass does")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     if chosen.prompts:

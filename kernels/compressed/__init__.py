@@ -271,6 +271,7 @@ def attend(
     scale: float,
     first: int = 0,
     block: int = 0,
+    dependent: bool = False,
 ) -> None:
     """out = rope back (softmax(scale * q · entries, sink) · entries), over the window of each token and its compressed
     entries.
@@ -288,6 +289,7 @@ def attend(
       missing: what a layer that drafts has not made (`workers.cache.rings`).
     - `block`: where it is not 0, each row has so many tokens, all of which see what the last of them does, so each of
       them all others. Their entries are in `entry_TD`, and there are none of several tokens.
+    - `dependent`: as of `begin`. Hopper's own kernel, which takes many tokens, is launched plainly in any case.
 
     Computed in fp32 from what is stored, but for weights that are rounded to the queries' dtype before they are
     multiplied with entries. One launch, or two where several programs share a token. ValueError for tensors that do not
@@ -318,7 +320,7 @@ def attend(
         raise ValueError("attention on a GPU needs a workspace: AttendWorkspace.allocate")
     else:
         sizes: dict[str, Any] = {"window": window, "ratio": ratio, "first": first, "block": block}
-        attention_launch.attend(*tensors, workspace, scale=scale, **sizes)
+        attention_launch.attend(*tensors, workspace, scale=scale, **sizes, dependent=dependent)
 
 
 def _heads(q_THD: Tensor, rotation_TO: Tensor) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.compressed.entries import UNALIGNED, place_of, turn
 from kernels.page import PAGE_TOKENS
@@ -59,6 +60,8 @@ class Sizes(NamedTuple):
     """Numbers of entries that a token is given; 0: it takes all that it may see."""
     precision: str
     """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
+    dependent: bool = False
+    """Whether the launch is dependent. What steps write is read past L1 then."""
 
 
 @triton.jit
@@ -67,7 +70,8 @@ def span_of(token, position, row, slot, rows, places, most, SIZES: tl.constexpr)
     and that one's position, the position of the first entry of its window, entries of the window, all entries, whether
     anything is outside of what it points into)."""
     own, place, there, outside = place_of(token, row, slot, rows, places)
-    p = tl.load(position + token).to(tl.int32)
+    PAST: tl.constexpr = ".cg" if SIZES.dependent else ""
+    p = tl.load(position + token, cache_modifier=PAST).to(tl.int32)
     there = there & (p >= 0)
     sees = token
     if SIZES.block:
@@ -93,6 +97,7 @@ def codes_of(
     """Return where the entries numbered `i` lie: four times their place among those of their source, and the source; -1
     for absent ones. The `near` first ones are the window's, from position `least` on. Of those that are `live` also how
     many are outside of what they point into."""
+    PAST: tl.constexpr = ".cg" if SIZES.dependent else ""
     faults = 0
     at = least + i
     code = (place * SIZES.length + at % SIZES.length) * 4 + _RING
@@ -106,11 +111,12 @@ def codes_of(
         number = i - near
         if SIZES.selected:
             mine = selected + token * SIZES.selected
-            number = tl.load(mine + number, mask=compressed, other=-1)
+            number = tl.load(mine + number, mask=compressed, other=-1, cache_modifier=PAST)
         there = compressed & (number >= 0) & (number < (p + 1) // SIZES.ratio)
         last = (number + 1).to(tl.int64) * SIZES.ratio - 1
         there = there & (last // _PAGE < columns)
-        page = tl.load(table + own.to(tl.int64) * table_stride + last // _PAGE, mask=there, other=-1)
+        page = table + own.to(tl.int64) * table_stride + last // _PAGE
+        page = tl.load(page, mask=there, other=-1, cache_modifier=PAST)
         there = there & (page >= 0) & (page < pages)
         faults = tl.sum((compressed & (number != -1) & (there == 0)).to(tl.int32), 0)
         on_page = (page.to(tl.int64) * SIZES.entries + last % _PAGE // SIZES.ratio) * 4 + _PAGES
@@ -150,19 +156,21 @@ def base_of(code, ring, step, paged, SIZES: tl.constexpr):
 def drop_odd(listed, begin, end, ring, step, paged, SIZES: tl.constexpr, TILE: tl.constexpr):
     """List those entries of the window as absent that are not finite. They are few, and read once more here: attention
     itself has no registers left to look at them."""
+    PAST: tl.constexpr = ".cg" if SIZES.dependent else ""
     LANES: tl.constexpr = SIZES.lanes
     PIECES: tl.constexpr = SIZES.pieces
     c = tl.arange(0, LANES)
     for first in range(begin, end, TILE):
         i = first + tl.arange(0, TILE)
-        code = tl.load(listed + i, mask=i < end, other=-1)
+        code = tl.load(listed + i, mask=i < end, other=-1, cache_modifier=PAST)
         found = (code >= 0) & (code & 3 != _PAGES)
         at = base_of(code, ring, step, paged, SIZES)[:, None] + c[None, :]
         odd = tl.zeros((TILE,), tl.float32)
         for piece in tl.static_range(PIECES):
             kept = found[:, None] & (piece * LANES + c < SIZES.features)[None, :]
             # 0 times what is not finite is NaN.
-            odd += tl.sum(tl.load(at + piece * LANES, mask=kept, other=0.0).to(tl.float32) * 0.0, 1)
+            x = tl.load(at + piece * LANES, mask=kept, other=0.0, cache_modifier=PAST)
+            odd += tl.sum(x.to(tl.float32) * 0.0, 1)
         tl.debug_barrier()
         tl.store(listed + i, tl.full((TILE,), -1, tl.int32), mask=(i < end) & (odd != 0.0))
     tl.debug_barrier()
@@ -205,12 +213,16 @@ def attend(
     """Programs (block of heads and part, token). `scale` includes log2(e). `most`: entries that a token has at most.
     `listed`: [blocks, tokens, most]: every block of heads lists for itself, so that none reads what another one
     writes."""
+    PAST: tl.constexpr = ".cg" if SIZES.dependent else ""
     LANES: tl.constexpr = SIZES.lanes
     PIECES: tl.constexpr = SIZES.pieces
     FEATURES: tl.constexpr = SIZES.features
     dtype: tl.constexpr = q.dtype.element_ty
     block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     token = tl.program_id(1).to(tl.int64)
+    if SIZES.dependent:
+        gdc_launch_dependents()
+        gdc_wait()
     own, place, there, sees, p, least, near, total, outside = span_of(
         token, position, row, slot, rows, places, most, SIZES
     )
@@ -239,12 +251,13 @@ def attend(
     queries = ()
     sums = ()
     for piece in tl.static_range(PIECES):
-        queries = queries + (tl.load(q + vector * FEATURES + piece * LANES + c[None, :], mask=wanted, other=0.0),)
+        query = q + vector * FEATURES + piece * LANES + c[None, :]
+        queries = queries + (tl.load(query, mask=wanted, other=0.0, cache_modifier=PAST),)
         sums = sums + (tl.zeros((BLOCK, LANES), tl.float32),)
     top = tl.full((BLOCK,), _LOWEST, tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)
     for first in range(begin, end, TILE):
-        code = tl.load(mine + first + n, mask=first + n < end, other=-1)
+        code = tl.load(mine + first + n, mask=first + n < end, other=-1, cache_modifier=PAST)
         found = code >= 0
         base = base_of(code, ring, step, paged, SIZES)
         entries = ()
@@ -252,7 +265,8 @@ def attend(
             kept = found[:, None]
             if PIECES * LANES != FEATURES:
                 kept = kept & (c < FEATURES)[None, :]
-            entries = entries + (tl.load(base[:, None] + piece * LANES + c[None, :], mask=kept, other=0.0),)
+            features = base[:, None] + piece * LANES + c[None, :]
+            entries = entries + (tl.load(features, mask=kept, other=0.0, cache_modifier=PAST),)
         score = tl.zeros((BLOCK, TILE), tl.float32)
         for piece in tl.static_range(PIECES):
             score = tl.dot(queries[piece], tl.trans(entries[piece]), score, input_precision=SIZES.precision)
@@ -277,8 +291,8 @@ def attend(
         angle = 2 * pair - (FEATURES - (PIECES - 1) * LANES - SIZES.rope)
         roped = (angle >= 0) & (angle < SIZES.rope) & there
         turns = rotation + token * SIZES.rotation + angle
-        cos = tl.load(turns, mask=roped, other=1.0)
-        sin = tl.load(turns + 1, mask=roped, other=0.0)
+        cos = tl.load(turns, mask=roped, other=1.0, cache_modifier=PAST)
+        sin = tl.load(turns + 1, mask=roped, other=0.0, cache_modifier=PAST)
         for piece in tl.static_range(PIECES):
             result = sums[piece] / divisor[:, None]
             if piece == PIECES - 1:
@@ -313,8 +327,12 @@ def merge(
     BLOCK: tl.constexpr,
 ):
     """Programs of a query vector: the sum of its pieces, TILE of them at a time, with the sink; turned back."""
+    PAST: tl.constexpr = ".cg" if SIZES.dependent else ""
     vector = tl.program_id(0).to(tl.int64)
     token = vector // heads
+    if SIZES.dependent:
+        gdc_launch_dependents()
+        gdc_wait()
     _, _, there, _ = place_of(token, row, slot, rows, places)
     d = tl.arange(0, BLOCK)
     inside = d < SIZES.features
@@ -324,9 +342,10 @@ def merge(
     for first in tl.static_range(0, PARTS, TILE):
         part = first + tl.arange(0, TILE)
         piece = part.to(tl.int64) * vectors + vector
-        log = tl.load(partial_lse + piece, mask=part < PARTS, other=float("-inf"))
+        log = tl.load(partial_lse + piece, mask=part < PARTS, other=float("-inf"), cache_modifier=PAST)
         at = partial + piece[:, None] * SIZES.features + d[None, :]
-        own = tl.load(at, mask=(part < PARTS)[:, None] & inside[None, :], other=0.0)
+        wanted = (part < PARTS)[:, None] & inside[None, :]
+        own = tl.load(at, mask=wanted, other=0.0, cache_modifier=PAST)
         new_top = tl.maximum(top, tl.max(log, 0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp2(top - base)
@@ -339,7 +358,7 @@ def merge(
     angle = 2 * pair - (SIZES.features - SIZES.rope)
     roped = (angle >= 0) & (angle < SIZES.rope) & there
     turns = rotation + token * SIZES.rotation + angle
-    cos = tl.load(turns, mask=roped, other=1.0)
-    sin = tl.load(turns + 1, mask=roped, other=0.0)
+    cos = tl.load(turns, mask=roped, other=1.0, cache_modifier=PAST)
+    sin = tl.load(turns + 1, mask=roped, other=0.0, cache_modifier=PAST)
     result = tl.reshape(turn(tl.reshape(result, [1, BLOCK]), cos[None, :], -sin[None, :], 1, BLOCK), [BLOCK])
     tl.store(out + vector * SIZES.features + d, result.to(out.dtype.element_ty), mask=inside)

@@ -13,15 +13,12 @@ from torch import Tensor
 
 from kernels.compressed import attention
 from kernels.compressed.attention import Sizes
+from kernels.compressed.launch import options
 from kernels.compressed.listing import RECORD_FIELDS, find_entries
 from kernels.compressed.rows import TokenRows
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper
 
-ON_HOPPER = False
-"""Whether Hopper's own kernel of attention is taken where nothing else is said. It compiles for Hopper and was tried in
-the emulator; no GPU has run it yet. To be set once `test_compressed_gpu.py` has passed and `bench/compressed.py
---prompts` says what it gains."""
 FEWEST_OF_HOPPER: Final = 128
 """Fewest tokens for that kernel, whose programs have whole tokens: about as many as there are programs, by
 arithmetic."""
@@ -101,10 +98,10 @@ class AttendWorkspace:
         """Allocate memory for calls of exactly `tokens` tokens of `heads` heads, each of which attends to at most
         `entries` entries, those of the window included. `empty(*shape, dtype=)` gives uninitialised device memory; so
         many `programs` are wanted at least, one for each multiprocessor of a GPU. `dtype`: of queries and entries.
-        `hopper`: whether Hopper's own kernel may be taken where there are tokens enough; None asks the device, with
-        `ON_HOPPER`."""
-        if may := (ON_HOPPER if hopper is None else hopper) and takes_hopper(tokens, heads, features, dtype):
-            may = bool(hopper) or is_hopper(empty(0, dtype=torch.int32).device)
+        `hopper`: whether Hopper's own kernel may be taken where there are tokens enough; None asks the device."""
+        may = takes_hopper(tokens, heads, features, dtype)
+        if may:
+            may = is_hopper(empty(0, dtype=torch.int32).device) if hopper is None else hopper
         tiling = HOPPER if may else Tiling.of(heads, dtype.itemsize)
         blocks = 1 if may else -(-heads // tiling.block)
         wanted = 1 if may else min(programs // max(tokens * blocks, 1), entries // (2 * tiling.tile))
@@ -138,6 +135,7 @@ def attend(
     scale: float,
     first: int,
     block: int = 0,
+    dependent: bool = False,
 ) -> None:
     tokens, heads, features = q_THD.shape
     if not tokens:
@@ -166,6 +164,7 @@ def attend(
         entries=max(1, PAGE_TOKENS // ratio) if ratio else 0,
         selected=0 if selected_TS is None else selected_TS.shape[1],
         precision="ieee" if q_THD.itemsize == 4 else "tf32",
+        dependent=dependent and not tiling.hopper,
     )
     entries = ring_XLD if entry_TD is None else entry_TD, ring_XLD if entry_PKD is None else entry_PKD
     pages = 0 if entry_PKD is None else len(entry_PKD)
@@ -207,6 +206,7 @@ def attend(
         LISTED=_LISTED,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **options(dependent),
     )
     if parts > 1:
         attention.merge[(tokens * heads,)](
@@ -226,6 +226,7 @@ def attend(
             TILE=_MERGED,
             BLOCK=triton.next_power_of_2(features),
             num_warps=4,
+            **options(dependent),
         )
 
 

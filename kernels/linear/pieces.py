@@ -2,7 +2,8 @@
 
 A block is 128 weight rows, of K / 128 steps. Program p of P takes the steps from p * S // P to (p + 1) * S // P of all
 S, block by block. Where several have steps of a block, each leaves a piece of its sums, [COLUMNS, 128] in fp32; that of
-a program p and a block b lies at p + b. Where one has them all, the product is in `out` already.
+a program p and a block b lies at p + b. Where one has them all, the product is in `out` already. `mxfp8` may share out
+blocks of twice as many rows; their pieces are two of these, side by side.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -22,10 +23,10 @@ _BLOCK = tl.constexpr(128)
 
 
 @cache
-def most_pieces(rows: int, features: int, programs: int) -> int:
+def most_pieces(rows: int, features: int, programs: int, block: int = 128) -> int:
     """The most pieces that a block of a product of these sizes has."""
     steps = features // 128
-    total = steps * -(-rows // 128)
+    total = steps * -(-rows // block)
     bounds = [program * total // programs for program in range(programs + 1)]
     return max(
         sum(begin < at + steps and end > at for begin, end in pairwise(bounds) if end > begin)
@@ -65,15 +66,16 @@ def sum_of_pieces(at, count, inside, STRIDE: tl.constexpr, MOST: tl.constexpr, B
 def add_pieces(
     pieces, out, tokens,
     ROWS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr, WIDE: tl.constexpr,
-    MOST: tl.constexpr, BATCH: tl.constexpr, DEPENDENT: tl.constexpr,
+    MOST: tl.constexpr, BATCH: tl.constexpr, DEPENDENT: tl.constexpr, TIMES: tl.constexpr = 1,
 ):  # fmt: skip
-    """out[t] = the sum of its pieces, where there are any. Grid: blocks of 128 rows, WIDE tokens at a time."""
+    """out[t] = the sum of its pieces, where there are any. Grid: blocks of 128 rows, WIDE tokens at a time. TIMES: such
+    blocks of one that is shared out."""
     steps: tl.constexpr = K // _BLOCK
-    total: tl.constexpr = steps * ((ROWS + _BLOCK - 1) // _BLOCK)
+    total: tl.constexpr = steps * ((ROWS + TIMES * _BLOCK - 1) // (TIMES * _BLOCK))
     block = tl.program_id(0)
     if DEPENDENT:
         gdc_launch_dependents()
-    first, count = programs_of(block, steps, total, PROGRAMS)
+    first, count = programs_of(block // TIMES, steps, total, PROGRAMS)
     r = tl.arange(0, _BLOCK)
     t = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     f = block * _BLOCK + r
@@ -82,8 +84,9 @@ def add_pieces(
         gdc_wait()
     if count == 1:
         return
-    at = pieces + ((first + block) * COLUMNS + t[:, None]) * _BLOCK + r[None, :]
-    sum = sum_of_pieces(at, count, inside, COLUMNS * _BLOCK, MOST, BATCH)
+    piece = (first + block // TIMES) * TIMES + block % TIMES
+    at = pieces + (piece * COLUMNS + t[:, None]) * _BLOCK + r[None, :]
+    sum = sum_of_pieces(at, count, inside, TIMES * COLUMNS * _BLOCK, MOST, BATCH)
     tl.store(out + t.to(tl.int64)[:, None] * ROWS + f[None, :], sum.to(out.dtype.element_ty), mask=inside)
 
 

@@ -75,6 +75,17 @@ class Streams(NamedTuple):
     """Times all warps' features that are asked for ahead: chunks in registers, or stages of a ring."""
 
 
+class Blocks(NamedTuple):
+    """Division of a product with MXFP8 weights in blocks of 64 times `groups` times `chunks` weight rows."""
+
+    groups: int
+    """Groups of four warps that multiply: 2 or 4."""
+    chunks: int
+    """Chunks of 64 weight rows that each of them has: 1 or 2."""
+    stages: int
+    """Stages of the ring."""
+
+
 class Units(NamedTuple):
     """The experts that a token's sum is over; as many as none for a product with one matrix."""
 

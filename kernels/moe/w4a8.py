@@ -46,7 +46,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.moe.hopper import announcement as chunks
 from kernels.moe.w4a8_products import multiply
 from kernels.moe.w4a8_tile import BLOCK, CHUNK, CHUNKS, STEP
-from kernels.moe.w4a8_weights import CONVERTED, RAW, SCALE_ROWS, SCALES, WORD_ROWS, WORDS, convert, fetch_weights
+from kernels.moe.w4a8_weights import (
+    CONVERTED,
+    RAW,
+    SCALE_ROWS,
+    SCALE_SLOTS,
+    SCALES,
+    WORD_ROWS,
+    WORDS,
+    convert,
+    fetch_weights,
+)
 from kernels.moe.w8a8 import TILED
 
 HELD = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -126,7 +136,7 @@ def product(
     slots: gl.constexpr = STAGES + 1
     w_s = gl.allocate_shared_memory(act_box.dtype, [STAGES, BLOCK, STEP], TILED)
     raw_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, STEP // 8], WORDS)
-    scale_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, 4], SCALES)
+    scale_s = gl.allocate_shared_memory(gl.int32, [SCALE_SLOTS, 2, CHUNK, 4], SCALES)
     x_s = gl.allocate_shared_memory(act_box.dtype, [CHUNKS * STAGES, CHUNK, STEP], TILED)
     held_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, CHUNK, CHUNK], HELD)
     raw = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
@@ -146,7 +156,7 @@ def product(
     fence_async_shared()
     gl.thread_barrier()
     word_rows_s = raw_s._reinterpret(gl.int32, [RAW, BLOCK, STEP // 8], WORD_ROWS)
-    scale_rows_s = scale_s._reinterpret(gl.int32, [RAW, BLOCK, 4], SCALE_ROWS)
+    scale_rows_s = scale_s._reinterpret(gl.int32, [SCALE_SLOTS, BLOCK, 4], SCALE_ROWS)
     converted_s = w_s._reinterpret(gl.int32, [STAGES, BLOCK, STEP // 4], CONVERTED)
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(

@@ -18,6 +18,12 @@ from kernels.moe.w8a8 import announcement
 
 RAW = gl.constexpr(4)
 """Stages of weights as they are stored."""
+SHARED = gl.constexpr(4)
+"""Neighbouring stages whose scales come at once, 16 bytes of a row; an item has a multiple of so many stages."""
+SCALE_SLOTS = gl.constexpr(2)
+"""Places for these scales. A place is written again for the stage `SHARED + 1` behind the last one that reads it.
+Stages are asked for once the one `RAW` before has been read; as `RAW` is at most `SHARED + 1`, that last one has been
+read then."""
 LEAD = gl.constexpr(4)
 """Stages before the end of an item at which a program claims its next item."""
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=3))
@@ -53,7 +59,7 @@ def word_box(matrix: MicroScaled4, gate: bool) -> TensorDescriptor:
 
 def scale_box(matrix: MicroScaled4, gate: bool) -> TensorDescriptor:
     """Make the descriptor with which the copy engine fetches the scales of twice 64 rows, of four stages."""
-    return TensorDescriptor.from_tensor(_halves(matrix.scales, gate), [2, CHUNK.value, 4], SCALES.value)
+    return TensorDescriptor.from_tensor(_halves(matrix.scales, gate), [2, CHUNK.value, SHARED.value], SCALES.value)
 
 
 def _halves(stored: Tensor, gate: bool) -> Tensor:
@@ -92,7 +98,7 @@ def _stored_weights(words_s, scales_s, at):
     four stages whose scales are there."""
     layout: gl.constexpr = words_layout()
     groups: gl.constexpr = gl.SliceLayout(2, layout)
-    four = gl.arange(0, 4, gl.SliceLayout(0, groups))
+    four = gl.arange(0, SHARED, gl.SliceLayout(0, groups))
     scale = gl.sum(gl.where((four == at)[None, :], scales_s.load(groups), 0), 1)
     words = words_s.load(raw_layout()).reshape([BLOCK, 4, 4])
     return gl.convert_layout(words, layout, assert_trivial=True), scale
@@ -146,9 +152,13 @@ def fetch_weights(
             matrix = 2 * expert if GATE else expert * (FEATURES // CHUNK) + 2 * block
             row = block * BLOCK + i // steps * CHUNK if GATE else 0
             mbarrier.wait(read.index(slot), (step // RAW & 1) ^ 1)
-            mbarrier.expect(bar, w_box.block_type.nbytes + s_box.block_type.nbytes)
+            scaled = k % SHARED == 0
+            mbarrier.expect(bar, w_box.block_type.nbytes + s_box.block_type.nbytes, pred=scaled)
+            mbarrier.expect(bar, w_box.block_type.nbytes, pred=k % SHARED != 0)
             tma.async_copy_global_to_shared(w_box, [matrix, row, k * (STEP // 8)], bar, raw_s.index(slot))
-            tma.async_copy_global_to_shared(s_box, [matrix, row, k // 4 * 4], bar, scale_s.index(slot))
+            tma.async_copy_global_to_shared(
+                s_box, [matrix, row, k], bar, scale_s.index(step // SHARED % SCALE_SLOTS), pred=scaled
+            )  # fmt: skip
             step += 1
             if i == claimed_at:
                 item = claim(table + counter, tiles * BLOCKS)
@@ -179,7 +189,7 @@ def convert(
         row = least + expert.to(gl.int64) * (2 * FEATURES if GATE else FEATURES) + block * BLOCK
         last = step + (2 * steps if GATE else steps) - 1
         mbarrier.wait(raw.index(step % RAW), step // RAW & 1)
-        words, scale = _stored_weights(raw_s.index(step % RAW), scale_s.index(step % RAW), 0)
+        words, scale = _stored_weights(raw_s.index(step % RAW), scale_s.index(step // SHARED % SCALE_SLOTS), 0)
         for half in range(2 if GATE else 1):
             lowest = gl.load(row + half * CHUNK + at).to(gl.int32)
             for i in range(steps):
@@ -191,7 +201,8 @@ def convert(
                 # more, and not used.
                 after = gl.minimum(step + 1, last)
                 mbarrier.wait(raw.index(after % RAW), after // RAW & 1)
-                words, scale = _stored_weights(raw_s.index(after % RAW), scale_s.index(after % RAW), (i + 1) % 4)
+                scales = scale_s.index(after // SHARED % SCALE_SLOTS)
+                words, scale = _stored_weights(raw_s.index(after % RAW), scales, (i + 1) % SHARED)
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(full.index(stage), count=1)

@@ -25,6 +25,8 @@ _TILE: Final = 64
 _TILE_REGISTERS: Final = 128
 """Most registers of a thread where there are many tokens, so that two programs fit on a multiprocessor: one waits for
 memory while the other computes."""
+TOGETHER = True
+"""Whether long parts of sums take the products of all streams at once: a third of these products' waits."""
 _MIXERS: Final = 32
 """Tokens whose mixing matrices a program makes."""
 
@@ -100,6 +102,7 @@ class StreamLaunches:
             **constants,
             STREAM_LANES=triton.next_power_of_2(self.residual_TSE.shape[1]),
             EARLY=path.blocks == 1,
+            TOGETHER=TOGETHER and path.many and self.residual_TSE.shape[1] in (2, 3, 4),
             TOKENS=_TILE,
             BLOCK=path.block,
             num_warps=8,

@@ -30,6 +30,30 @@ def _weights(weight, m, e, STREAM: tl.constexpr, FEATURES: tl.constexpr, STREAMS
 
 
 @triton.jit
+def _weights_together(
+    weight, m, first, FEATURES: tl.constexpr, STREAMS: tl.constexpr, STREAM_LANES: tl.constexpr, GATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for a block of features of all streams, stream by stream side by side."""
+    k = tl.arange(0, STREAM_LANES * BLOCK)
+    stream, e = k // BLOCK, first + k % BLOCK
+    asked = (m < GATES)[:, None] & ((e < FEATURES) & (stream < STREAMS))[None, :]
+    return tl.load(weight + m[:, None] * (STREAMS * FEATURES) + (stream * FEATURES + e)[None, :], mask=asked, other=0.0)
+
+
+@triton.jit
+def _together(streams, STREAMS: tl.constexpr, STREAM_LANES: tl.constexpr):
+    """Blocks [T, E] of two to four streams side by side, behind three of them zeros."""
+    both = tl.join(streams[0], streams[1])
+    if STREAM_LANES == 2:
+        both = tl.permute(both, (0, 2, 1))
+    else:
+        last = streams[3] if STREAMS == 4 else tl.zeros_like(streams[2])
+        both = tl.permute(tl.join(both, tl.join(streams[2], last)), (0, 3, 2, 1))
+    return tl.reshape(both, [streams[0].shape[0], STREAM_LANES * streams[0].shape[1]])
+
+
+@triton.jit
 def _into_l2(at, asked):
     """Ask for the line of the L2 cache at each address that is `asked` to be brought there."""
     tl.inline_asm_elementwise(
@@ -64,8 +88,22 @@ def _add_product(product, x, weight):
 
 
 @triton.jit
+def _asked(
+    x, residual, t, e, inside, X_STRIDE: tl.constexpr, FEATURES: tl.constexpr, STREAMS: tl.constexpr
+):  # fmt: skip
+    """A block of features `e` of a tile's streams, and behind them that of what is added to them; the tile begins where
+    all pointers do."""
+    begin = residual + (t[:, None] * (STREAMS * FEATURES) + e[None, :])
+    found = ()
+    for stream in tl.static_range(STREAMS):
+        found = found + (tl.load(begin + stream * FEATURES, mask=inside, other=0.0, cache_modifier=".cg"),)
+    added = tl.load(x + (t[:, None] * X_STRIDE + e[None, :]), mask=inside, other=0.0, cache_modifier=".cg")
+    return found + (added,)
+
+
+@triton.jit
 def _turn(
-    x,
+    old,
     residual,
     open_gate,
     mix,
@@ -73,19 +111,15 @@ def _turn(
     there,
     e,
     inside,
-    X_STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
     STREAMS: tl.constexpr,
     MIXED: tl.constexpr,
     CACHE: tl.constexpr,
 ):
-    """Add to a block of features `e` of a tile's streams; the tile begins where all pointers do. Returns the streams,
-    and behind them the sums of their squares."""
+    """Add to a block of features of a tile's streams, of what `_asked` has found. Returns the streams, and behind them
+    the sums of their squares."""
     begin = residual + (t[:, None] * (STREAMS * FEATURES) + e[None, :])
-    old = ()
-    for stream in tl.static_range(STREAMS):
-        old = old + (tl.load(begin + stream * FEATURES, mask=inside, other=0.0, cache_modifier=".cg"),)
-    added = tl.load(x + (t[:, None] * X_STRIDE + e[None, :]), mask=inside, other=0.0, cache_modifier=".cg")
+    added = old[STREAMS]
     squares = tl.zeros(inside.shape, tl.float32)
     made = ()
     for stream in tl.static_range(STREAMS):
@@ -121,6 +155,7 @@ def add_to_many_streams_kernel(
     MIXED: tl.constexpr,
     STREAM_LANES: tl.constexpr,
     EARLY: tl.constexpr,
+    TOGETHER: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -150,38 +185,51 @@ def add_to_many_streams_kernel(
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     e = first + tl.arange(0, BLOCK)
     inside = there[:, None] & (e < FEATURES)[None, :]
-    made = _turn(x, residual, open_gate, mix, t, there, e, inside, X_STRIDE, FEATURES, STREAMS, MIXED, CACHE)
+    asked = _asked(x, residual, t, e, inside, X_STRIDE, FEATURES, STREAMS)
+    made = _turn(asked, residual, open_gate, mix, t, there, e, inside, FEATURES, STREAMS, MIXED, CACHE)
     before = ()
-    for stream in tl.static_range(STREAMS):
-        before = before + (made[stream],)
+    if TOGETHER:
+        before = before + (_together(made, STREAMS, STREAM_LANES),)
+    else:
+        for stream in tl.static_range(STREAMS):
+            before = before + (made[stream],)
     square = made[STREAMS]
     product = tl.zeros([TOKENS, LANES], tl.float32)
     # The products of a block are made of what the turn before has left: that the compiler keeps in shared memory, where
     # tensor cores read it. What the same turn computes it would compute once more for them, in their registers.
     for block in range(1, blocks + 1):
         of_gates = early
-        if not EARLY:
+        if TOGETHER:
+            begin = first + (block - 1) * BLOCK
+            of_gates = of_gates + (_weights_together(weight, m, begin, FEATURES, STREAMS, STREAM_LANES, GATES, BLOCK),)
+        elif not EARLY:
             for stream in tl.static_range(STREAMS):
                 of_gates = of_gates + (_weights(weight, m, e, stream, FEATURES, STREAMS, GATES),)
-        for stream in tl.static_range(STREAMS):
-            product = _add_product(product, before[stream], of_gates[stream])
+        if not EARLY:
+            # Asked for before the products, which these wait for meanwhile.
+            e = first + block * BLOCK + tl.arange(0, BLOCK)
+            inside = there[:, None] & ((e < FEATURES) & (block < blocks))[None, :]
+            asked = _asked(x, residual, t, e, inside, X_STRIDE, FEATURES, STREAMS)
+        for piece in tl.static_range(1 if TOGETHER else STREAMS):
+            product = _add_product(product, before[piece], of_gates[piece])
         streams = ()
         if EARLY:  # no other turn needs them; but only what a turn changes is kept so
             for stream in tl.static_range(STREAMS):
                 streams = streams + (before[(stream + 1) % STREAMS],)
         else:
-            e = first + block * BLOCK + tl.arange(0, BLOCK)
-            inside = there[:, None] & ((e < FEATURES) & (block < blocks))[None, :]
-            made = _turn(x, residual, open_gate, mix, t, there, e, inside, X_STRIDE, FEATURES, STREAMS, MIXED, CACHE)
-            for stream in tl.static_range(STREAMS):
-                streams = streams + (made[stream],)
+            made = _turn(asked, residual, open_gate, mix, t, there, e, inside, FEATURES, STREAMS, MIXED, CACHE)
+            if TOGETHER:
+                streams = streams + (_together(made, STREAMS, STREAM_LANES),)
+            else:
+                for stream in tl.static_range(STREAMS):
+                    streams = streams + (made[stream],)
             square += made[STREAMS]
             # Memory is read by the line, of which a turn has a half: of what the next turn but one begins with.
             ahead = first + (block + 2) * BLOCK
-            asked = there & (block % 2 == 0) & (block + 2 < blocks) & (ahead < FEATURES)
-            _into_l2(x + (t * X_STRIDE + ahead), asked)
+            wanted = there & (block % 2 == 0) & (block + 2 < blocks) & (ahead < FEATURES)
+            _into_l2(x + (t * X_STRIDE + ahead), wanted)
             line = t[:, None] * (STREAMS * FEATURES) + s[None, :] * FEATURES + ahead
-            _into_l2(residual + line, asked[:, None] & (s < STREAMS)[None, :])
+            _into_l2(residual + line, wanted[:, None] & (s < STREAMS)[None, :])
         before = streams
     to = part + (token * PARTS + tl.program_id(1)) * PART
     tl.store(to[:, None] + m[None, :], product, mask=there[:, None] & (m < GATES)[None, :])

@@ -13,7 +13,7 @@ features of all heads, C = W / 128 of their scales.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -109,7 +109,15 @@ def attend(
         shape = tokens, heads, features
         workspace = _attending(shape, q_THD.dtype, window, ratio, pages, selected, scratch)
         given = q_THD, ring_XLD, entry_TD, entry_PKD, selected_TS, sink_H, rotation_TO, out_THD, rows, workspace
-        compressed.attend(*given, window=window, ratio=ratio, scale=features**-0.5, first=first, block=block)
+        sizes: dict[str, Any] = {"window": window, "ratio": ratio, "first": first, "block": block}
+        # Few tokens, whose launches weigh as much as what they compute, are those of decode rows.
+        early = rows.width > 0 and dependent(q_THD)
+        compressed.attend(*given, scale=features**-0.5, **sizes, dependent=early)
+
+
+def listed_entries(window: int, ratio: int, pages: int, selected: int) -> int:
+    """Entries that are listed for a token, at most; see `reserve_attention`."""
+    return window + (selected or (pages * PAGE_TOKENS // ratio if ratio else 0))
 
 
 def reserve_attention(
@@ -137,7 +145,7 @@ def _attending(
     scratch: Scratch,
 ) -> AttendWorkspace:
     """Memory of attention; see `reserve_attention`."""
-    entries = window + (selected or (pages * PAGE_TOKENS // ratio if ratio else 0))
+    entries = listed_entries(window, ratio, pages, selected)
     (tokens, heads, features), programs = shape, multiprocessors(scratch.device)
     return AttendWorkspace.allocate(tokens, heads, features, entries, scratch.empty, programs=programs, dtype=dtype)
 

@@ -24,6 +24,8 @@ from kernels.linear import (
     grouped_linear,
     linear,
     linear_to_norm,
+    mxfp8_linear,
+    mxfp8_pieces,
     normed_linear,
     part_linear,
     parts_of,
@@ -34,7 +36,7 @@ from kernels.linear import (
     takes_ring,
     w8a8_pieces,
 )
-from kernels.matrix import BlockScaled, Matrix
+from kernels.matrix import BlockScaled, Matrix, MicroScaled
 from kernels.pending_norm import PIECE as PENDING
 from kernels.pending_norm import PendingNorm
 from kernels.quantize import GROUP, silu_mul_quantize
@@ -200,7 +202,7 @@ class GeneralOps(LayerOps[Rows]):
                 rows = x_TE if takes_ring(x_TE, weight) else few_rows(x_TE, weight, scratch, dependent=early)
                 linear(rows, weight, out_TF, dependent=early)
             elif takes_mxfp8(x_TE, weight):
-                linear(x_TE, weight, out_TF, dependent=dependent(out_TF))
+                self._mxfp8_linear(x_TE, weight, out_TF, scratch)
             elif self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
                 early = dependent(out_TF)
                 linear_of_fp8(in_fp8(x, scratch, dependent=early), weight, out_TF, scratch, dependent=early)
@@ -228,6 +230,16 @@ class GeneralOps(LayerOps[Rows]):
             and supports_w8a8(out_TF.device)
             and fits_w8a8(weight)
         )
+
+    @staticmethod
+    def _mxfp8_linear(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor, scratch: Scratch) -> None:
+        """out = x · weight^T of few tokens, with a matrix in MXFP8 as it is stored."""
+        pieces, early = mxfp8_pieces(x_TE, weight_FE, out_TF), dependent(out_TF)
+        if pieces is None or not isinstance(weight_FE, MicroScaled):
+            linear(x_TE, weight_FE, out_TF, dependent=early)
+            return
+        piece_PTB = scratch.empty(*pieces, dtype=torch.float32)
+        mxfp8_linear(x_TE, weight_FE, out_TF, piece_PTB, dependent=early)
 
     @override
     def latent_linear(

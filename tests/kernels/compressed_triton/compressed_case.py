@@ -346,7 +346,7 @@ class Attending(Rows):
                 dtype=self.dtype,
                 hopper=self.hopper,
             )
-            self.functions.attend(*given, rows, workspace, scale=0.17, **how)
+            self.functions.attend(*given, rows, workspace, scale=0.17, **how, **self.launched(width))
         else:
             self.functions.attend(*given, rows, scale=0.17, **how)
         assert out is not None

@@ -64,7 +64,7 @@ def test_attention(heads: int, ratio: int, selected: int, programs: int, width: 
         programs=programs,
         dtype=torch.bfloat16,
     )
-    case.length = [260, 0]
+    case.length, case.dependent = [260, 0], True
     # Triton's own pipelined loops do without the fence behind cp.async.
     with emulated(heads, fences=False):
         case.run([width or 1, width or 2], width)

@@ -71,7 +71,7 @@ def test_attention(ratio: int, selected: int, heads: int, programs: int) -> None
         ([2555, 19, 127], [1, 1, 1], 1),
         ([130, 0, 9], [5, 200, 1], 0),
     ):
-        case.length = length
+        case.length, case.dependent = length, True
         case.run(counts, width)
 
 
@@ -85,7 +85,7 @@ def test_attention_of_the_layer_that_drafts(heads: int, programs: int) -> None:
         ([2555, 19, 127], {(1, 18), (2, 126)}, [1, 1, 1], 1),
         ([130, 1, 9], {(0, 128), (2, 8)}, [5, 200, 1], 0),
     ):
-        case.length, case.missing = length, missing
+        case.length, case.missing, case.dependent = length, missing, True
         case.run(counts, width)
 
 
@@ -193,9 +193,9 @@ def test_a_layer_replayed_for_other_rows() -> None:
     workspace = family.AttendWorkspace.allocate(*sizes, lambda *shape, dtype: torch.empty(shape, dtype=dtype).cuda())
 
     def layer() -> None:
-        family.rope_store(q, kv, norm, turn, entry, ring, rows, window=128, eps=1e-6)
+        family.rope_store(q, kv, norm, turn, entry, ring, rows, window=128, eps=1e-6, dependent=True)
         family.compress(made, bias, norm, table, state, paged, rows, eps=1e-6)
-        how = {"window": 128, "ratio": ratio, "scale": 0.05}
+        how = {"window": 128, "ratio": ratio, "scale": 0.05, "dependent": True}
         family.attend(q, ring, None, paged, None, sink, turn, out, rows, workspace, **how)  # type: ignore[arg-type]
 
     kept = [x.clone() for x in (ring, state, paged)]

@@ -117,6 +117,7 @@ def attending(
             scale=0.1,
             first=first,
             block=block,
+            dependent=width > 0,
         )
     return compiled
 

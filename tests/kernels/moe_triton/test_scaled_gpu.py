@@ -121,7 +121,11 @@ def _last_of(experts: int, matrix: Matrix) -> Matrix:
     )
     data[-1].view(torch.uint8).copy_(matrix.data[0].view(torch.uint8))
     scales[-1] = matrix.scales[0]
-    if isinstance(matrix, (GroupScaled, MicroScaled, MicroScaled4)):
+    if isinstance(matrix, MicroScaled4):
+        # What was found by looking at the rows of the small matrix holds for these, and tilings ask for it.
+        least = None if matrix.least is None else matrix.least.expand(experts, -1).contiguous()
+        return MicroScaled4(data, scales, least)
+    if isinstance(matrix, (GroupScaled, MicroScaled)):
         return type(matrix)(data, scales)
     assert isinstance(matrix, BlockScaled)
     return BlockScaled(data, scales, matrix.rows, matrix.features)

@@ -102,7 +102,7 @@ def test_chunks_and_steps_give_transformers_logits(monkeypatch: pytest.MonkeyPat
     """Two rows in chunks whose tokens attend seven at a time, then decode rows with rejected drafts and a row of
     padding, across borders of all entries."""
     given = case("plain")
-    monkeypatch.setattr(compressed_rows, "ATTENDING", 7)
+    monkeypatch.setattr(compressed_rows, "attending", lambda entries: 7)
     rows, worst = Steps(given, poisoned(given.model)), 0.0
     for counts, rejected in [((37, 9), 0), ((WIDTH, WIDTH), 3), ((WIDTH, WIDTH), 0), ((10, 1), 0)]:
         for row, begin, logit_TB in rows.feed(*enumerate(counts), rejected=rejected):

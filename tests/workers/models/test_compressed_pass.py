@@ -71,7 +71,7 @@ def test_chunks_give_transformers_logits(kind: str, chunks: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 7])
 def test_tokens_that_attend_in_turn_give_transformers_logits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed_rows, "ATTENDING", most)
+    monkeypatch.setattr(compressed_rows, "attending", lambda entries: most)
     assert far(case("plain"), CHUNKS["two rows"], kind=Chunks) < TOLERANCE
 
 
@@ -153,3 +153,12 @@ def test_the_published_factor_of_index_scores_changes_no_selection(monkeypatch: 
 @pytest.mark.long
 def test_the_kernels_in_the_interpreter() -> None:
     interpreted_pytest([Path(__file__).with_name("interpreted_compressed_pass.py")])
+
+
+def test_lists_of_tokens_that_attend_at_once_take_bounded_memory() -> None:
+    """As many tokens as lists allow, never fewer than fill a GPU; with a million tokens of context, too."""
+    for ratio, pages, selected, wanted in ((0, 128, 0, 8192), (4, 16384, 512, 8192), (128, 16384, 0, 2016)):
+        entries = compressed_kernels.listed_entries(128, ratio, pages, selected)
+        assert compressed_rows.attending(entries) == wanted
+        assert wanted * entries <= 1 << 24
+    assert compressed_rows.attending(1 << 20) == 1024

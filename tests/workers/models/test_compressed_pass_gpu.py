@@ -73,7 +73,7 @@ def test_repeated_launches_give_transformers_logits(kind: str, monkeypatch: pyte
         honest(self, index, own)
 
     monkeypatch.setattr(Repeat, "__call__", noted)
-    monkeypatch.setattr(compressed_rows, "ATTENDING", 7)
+    monkeypatch.setattr(compressed_rows, "attending", lambda entries: 7)
     size = {"dtype": torch.uint8, "device": DEVICE}
     monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, torch.empty(1 << 27, **size)))
     for chunks in ("two rows", "rejected drafts"):
@@ -83,7 +83,7 @@ def test_repeated_launches_give_transformers_logits(kind: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("most", [1, 7])
 def test_tokens_that_attend_in_turn_give_transformers_logits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed_rows, "ATTENDING", most)
+    monkeypatch.setattr(compressed_rows, "attending", lambda entries: most)
     assert far(case("plain", DEVICE), CHUNKS["two rows"], kind=OnGpu) < TOLERANCE
 
 

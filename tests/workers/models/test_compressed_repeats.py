@@ -82,13 +82,12 @@ def test_a_repeated_layer_launches_what_it_would_itself(
     and with Hopper's own."""
     model = case(kind).model
     if hopper:
-        monkeypatch.setattr(attention_launch, "ON_HOPPER", True)
         monkeypatch.setattr(attention_launch, "takes_hopper", lambda *_: True)
         monkeypatch.setattr(attention_launch, "is_hopper", lambda device: True)
         monkeypatch.setattr(wide, "queries_box", Box)
     buffer, cache = torch.zeros(1 << 25, dtype=torch.uint8), poisoned(model)
     monkeypatch.setattr(models_model, "Scratch", lambda device: Scratch(device, buffer))
-    monkeypatch.setattr(compressed_rows, "ATTENDING", 8)
+    monkeypatch.setattr(compressed_rows, "attending", lambda entries: 8)
     compared = comparing(monkeypatch, log)
     assert isinstance(model.segments, CompressedPass)
     layers = [layer.kind for layer in model.segments.layers]
@@ -114,7 +113,7 @@ def test_attention_takes_the_memory_that_is_reserved_for_it(
     log: list[Launch],
 ) -> None:
     """`latentserve fit` counts with that."""
-    monkeypatch.setattr(compressed_rows, "ATTENDING", 8)
+    monkeypatch.setattr(compressed_rows, "attending", lambda entries: 8)
     model, given, scratch = case(kind).model, batch(*step), Scratch(CPU)
     cache, segments = poisoned(model), model.segments
     assert isinstance(segments, CompressedPass)

@@ -34,9 +34,13 @@ from workers.models.deepseek_v4_parts import CompressorCaches, LayerCaches
 from workers.models.deepseek_v4_weights import CompressedAttention, Compressor
 from workers.models.general import dependent
 
-ATTENDING: Final = 1024
-"""Most tokens of chunks that attend at once: they fill a GPU, and for each its entries are listed, as many as a row may
-have."""
+FEWEST_ATTENDING: Final = 1024
+"""Tokens of chunks that attend at once however many entries each of them sees: they fill a GPU."""
+MOST_ATTENDING: Final = 8192
+"""Most tokens of chunks that attend at once: kernels find a token's place by numbers of 32 bits."""
+LISTED: Final = 1 << 24
+"""Most entries of such tokens that are listed at once, if there are more than `FEWEST_ATTENDING` tokens: where they lie
+takes 64 MiB for each block of heads, less than the experts of as many tokens take."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class CompressedRows:
                 entry_PKD = caches.compressor.entries.data_PKD
                 if weights.indexer is not None:
                     selected_TS = self._select(layer, inputs, caches, scratch)
-            for own, few in self._turns():
+            for own, few in self._turns(layer.kind.ratio, 0 if selected_TS is None else selected_TS.shape[1]):
                 compressed_kernels.attend(
                     inputs.q_THD[own],
                     ring_XLD,
@@ -144,15 +148,16 @@ class CompressedRows:
                 if not rows.width:
                     compressed.keep_entries(entry_TD[own], ring_XLD, few)
 
-    def _turns(self) -> Iterator[tuple[slice, TokenRows]]:
-        """The tokens that attend at once: all of decode rows; of chunks so many in turn, each of which finds the newest
-        entries of those before it in the ring."""
-        rows, tokens = self._rows, len(self._rows.row_T)
+    def _turns(self, ratio: int, selected: int) -> Iterator[tuple[slice, TokenRows]]:
+        """The tokens that attend at once in a layer of this ratio: all of decode rows; of chunks so many in turn, each
+        of which finds the newest entries of those before it in the ring. `selected`: entries of a token, 0: all."""
+        rows, tokens, pages = self._rows, len(self._rows.row_T), self._rows.page_RP.shape[1]
         if rows.width:
             yield slice(0, tokens), rows
             return
-        for begin in range(0, tokens, ATTENDING):
-            own = slice(begin, begin + ATTENDING)
+        turn = attending(compressed_kernels.listed_entries(self._compression.window, ratio, pages, selected))
+        for begin in range(0, tokens, turn):
+            own = slice(begin, begin + turn)
             yield own, replace(rows, position_T=rows.position_T[own], row_T=rows.row_T[own])
 
     def _compress(
@@ -180,6 +185,12 @@ class CompressedRows:
         return selected_TS
 
 
+def attending(entries: int) -> int:
+    """Tokens of chunks that attend at once, where so many entries are listed for each: as many as the memory of lists
+    allows. Every turn begins and ends with programs that wait, and the host launches each of them."""
+    return min(MOST_ATTENDING, max(FEWEST_ATTENDING, LISTED // max(entries, 1)))
+
+
 def reserve(
     kinds: Iterable[CompressedLayer],
     compression: Compression,
@@ -200,8 +211,9 @@ def reserve(
                 scratch.empty(tokens, selected, dtype=torch.int32)
                 keys = max(1, PAGE_TOKENS // kind.ratio)
                 compressed_kernels.reserve_selection(tokens, pages, keys, selected, width, scratch)
-            own = (tokens if width else min(tokens, ATTENDING), heads, features)
             where = compression.window, kind.ratio, pages, selected
+            turn = attending(compressed_kernels.listed_entries(*where))
+            own = (tokens if width else min(tokens, turn), heads, features)
             compressed_kernels.reserve_attention(own, dtype, *where, scratch)
 
 
