@@ -326,7 +326,7 @@ class Fleet:
 
     @property
     def share(self) -> float:
-        """Of the prompts' tokens, what was reused."""
+        """Share of the prompts' tokens that was reused."""
         return self.reused / self.prompt_tokens
 
     def show(self) -> None:

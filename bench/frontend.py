@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, cast
 import psutil
 import uvicorn
 import uvloop
+from typing_extensions import override
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -69,7 +70,7 @@ class NullEngine:
         self._ticker: asyncio.Task[None] | None = None
 
     def generate(self, request: Request) -> OutputMailbox:
-        """See `workers.protocol.front.Engine`."""
+        """Yield outputs at once, of nothing."""
         mailbox = OutputMailbox(lambda: self._streams.pop(mailbox, []).clear())
         count = request.sampling.max_tokens
         outputs = [RequestOutput(request.request_id, (token,)) for token in islice(cycle(self._ids), count - 1)]
@@ -88,7 +89,7 @@ class NullEngine:
             await asyncio.sleep(self.pace_s)
 
     async def health_check(self) -> None:
-        """See `workers.protocol.front.Engine`."""
+        """Sound at any time."""
 
 
 TEMPLATE = (
@@ -190,8 +191,8 @@ class Stream(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
         self.transport = cast(asyncio.Transport, transport)
 
     def request(self, raw: bytes) -> asyncio.Future[None]:
@@ -202,16 +203,16 @@ class Stream(asyncio.Protocol):
         self.transport.write(raw)
         return self.done
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         if not self.first and b'"delta":{"content":"' in data:
             self.first = time.perf_counter()
         self.events += data.count(b"data: {")
         if data.endswith(b"0\r\n\r\n"):
             self.done.set_result(None)
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         if not self.done.done():
             self.done.set_exception(ConnectionError("the server closed the connection"))
 

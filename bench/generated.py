@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -144,8 +145,8 @@ class GeneratedCheckpoint(Checkpoint):
         """Notes what is wanted: that is what there is."""
         self._shapes = {name: tensor.shape for name, tensor in wanted.items()}
 
+    @override
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """See `Numbers`. Integers are different experts of a token."""
         dtype, shape = self.dtype_of(name), self._shapes[name]
         assert dtype is not None
         if dtype != "I64":

@@ -128,7 +128,7 @@ class HttpLoad:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Of the client."""
+        """The command of the client, with what it asks for."""
         sizes = {
             "concurrency": self.streams,
             "requests": self.streams,

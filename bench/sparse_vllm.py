@@ -117,19 +117,19 @@ class Chunk:
         self.scores()
 
     def scores(self) -> None:
-        """See `Rows`."""
+        """Scores of the entries."""
         queries = self.index_q, None
         self.score = self.deep_gemm.fp8_fp4_mqa_logits(
             queries, self.key, self.weight, self.begin, self.end, clean_logits=False
         )
 
     def select(self) -> None:
-        """See `Rows`."""
+        """Select entries."""
         sizes = len(self.selected), self.score.stride(0), self.score.stride(1)
         torch.ops._C.top_k_per_row_prefill(self.score, self.begin, self.end, self.selected, *sizes, SELECTED)
 
     def attend(self) -> None:
-        """See `Rows`; latents have been widened before."""
+        """Attend to what is selected; latents have been widened before."""
         self.flashmla.flash_mla_sparse_fwd(self.q, self.cache, self.place, 0.04)
 
 

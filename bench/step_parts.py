@@ -106,7 +106,7 @@ class Measured:
         return self.plan(next(self.numbers))
 
     def held_back(self, host_ms: float) -> tuple[float, bool]:
-        """See `parts.held_back`."""
+        """Let the device wait, as `parts.held_back` does."""
         plan, launched = self.next_plan(), []
         found = parts.held_back(lambda: launched.append(self.case.runner.launch(plan)), host_ms)
         self.case.runner.collect(*launched)

@@ -91,7 +91,7 @@ def _log2_of_one_and(x):
 
 @triton.jit
 def pair_weights(a, b):
-    """Of the log2-sum-exp2 of two parts: whether the first is not the lesser, the weight of the lesser beside 1, the
+    """Combine two parts' log2-sum-exp2: whether the first is not the lesser, the weight of the lesser beside 1, the
     sum of both weights, and the log2-sum-exp2 of both parts."""
     # NaN stays, or a part of it would have the weight of the other.
     top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -1,8 +1,8 @@
 """Verification of drafts: how many of a decode row's drafts are accepted.
 
 A decode row feeds its last token and X drafts, and the target model's token is sampled at each of the W = X + 1
-positions. Draft i stands if all drafts before it do and it equals the target token at its position, the token that
-would have been sampled there without drafts. The row emits its target tokens 0 ... accepted.
+positions. Draft i is accepted if all drafts before it are and it equals the target token at its position, the token
+that would have been sampled there without drafts. The row emits its target tokens 0 ... accepted.
 
 Noise is a function of the position alone, so the emitted tokens follow the target's distribution p whatever was
 drafted. A draft that is sampled with the same noise from q agrees with probability (1 - d) / (1 + d) or more, where d

@@ -1,6 +1,6 @@
 """The settings in docs/command-line.md, written from the models that state them:
 
-python tests/settings_page.py
+python -m tests.settings_page
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class EngineConfig(BaseModel):
     without which nothing starts. eagle, eagle3: the draft model, which has to be of that kind. ngram: what followed the
     newest tokens where they stood before in the prompt or the output. none: nothing, which is width 1."""
     least_draft_confidence: Annotated[float, Field(ge=0, le=1), Flag()] = 0.1
-    """Least probability that a draft stands, as the drafter estimates it, for it to be verified. 0: all are.
+    """Least probability that a draft is accepted, as the drafter estimates it, for it to be verified. 0: all are.
 
     The estimate is that it and those before it in its row are accepted, and is not calibrated. Only the layers of
     DSpark make one; with other drafters the number has no effect. Never changes the output."""

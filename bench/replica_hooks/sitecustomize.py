@@ -89,7 +89,7 @@ class _Finder(MetaPathFinder):
     """Finds those modules where anybody would, and nothing else."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """See `importlib`."""
+        """Find what is to be changed as it is imported."""
         spec = PathFinder.find_spec(name, path) if name in HOOKS else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Hooked(spec.loader, HOOKS[name])

@@ -70,7 +70,7 @@ class _Finder(MetaPathFinder):
     """Finds those modules where anybody would, and nothing else."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """See `importlib`."""
+        """Find what is to be timed as it is imported."""
         spec = PathFinder.find_spec(name, path) if name in NOTED else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Noting(spec.loader)

@@ -104,12 +104,10 @@ class SseConnection(asyncio.Protocol):
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     @override
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         self.heard = True
         try:
             self._parser.feed_data(data)
@@ -119,7 +117,7 @@ class SseConnection(asyncio.Protocol):
 
     @override
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio. An event stream may end with its connection: whether it is whole, its last event says."""
+        """End the answer: an event stream may end with its connection: whether it is whole, its last event says."""
         self.reusable = False
         if self._streaming and error is None:
             self._finish(self._parser.get_status_code())
@@ -129,12 +127,12 @@ class SseConnection(asyncio.Protocol):
     # httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools."""
+        """Take a header: httptools calls it."""
         if name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream"):
             self._streaming = True
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
+        """Take a piece of the body: httptools calls it."""
         if not self._streaming:
             self.body += body
             return
@@ -152,7 +150,7 @@ class SseConnection(asyncio.Protocol):
                     self._on_event(b"\n".join(lines), now)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
+        """End the answer: httptools calls it."""
         if not self._parser.should_keep_alive():
             self.reusable = False
         self._finish(self._parser.get_status_code())

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
 from kernels.page import PAGE_TOKENS
 from workers.protocol.front import Engine
@@ -95,7 +96,7 @@ class ReplicaFigures(_Shown):
     steps: dict[Literal["decode", "prefill", "mixed"], StepFigures]
     """The batch mix: decode rows alone, prompts alone, or both. A kind without a step in the window is left out."""
     drafts_accepted: float | None
-    """Share of the drafts in the window that stood; null where none were verified."""
+    """Share of the drafts in the window that were accepted; null where none were verified."""
     graph_hit_rate: float | None
     """Share of the steps in the window that were replayed from graphs, on rank 0; null where there was no step."""
     eager_steps: dict[str, int]
@@ -237,7 +238,7 @@ def _hit_rate(old: EngineStats, new: EngineStats) -> float | None:
     return hits / (hits + eager) if hits + eager > 0 else None
 
 
-class OwnReplica:
+class OwnReplica(Replicas):
     """The `Replicas` of a front that stands alone. Looks at the figures when it is asked."""
 
     own = ""
@@ -245,8 +246,8 @@ class OwnReplica:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._window = engine, Window()
 
+    @override
     async def states(self) -> list[ReplicaState]:
-        """See `Replicas`."""
         stats, fault = self._engine.stats, self._engine.fault
         figures = self._window.figures(stats)
         self._window.sample(stats)

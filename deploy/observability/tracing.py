@@ -135,7 +135,7 @@ class SequenceTrace:
         return output
 
     async def aclose(self) -> None:
-        """See `Engine.generate`."""
+        """Close what the outputs come from."""
         if (close := getattr(self._outputs, "aclose", None)) is not None:
             await close()
 

@@ -74,7 +74,8 @@ class AnswerParser:
         return not self._through and self._reasoning is not None and self._reasoning.inside
 
     def push(self, text: str, watched: bool = True) -> list[Event]:
-        """See `Parser`. Text that is not `watched` may hold stop strings; none may follow text that was."""
+        """Add text; returns what is certain now. Text that is not `watched` may hold stop strings; none may follow
+        text that was."""
         if self.straight is not None:  # the common case, made short
             return self.straight(text)
         if self._through or self._reasoning is None:
@@ -88,7 +89,7 @@ class AnswerParser:
         return out
 
     def finish(self, cut: bool = False) -> list[Event]:
-        """See `Parser`. Nothing comes behind a stop string."""
+        """End the text: what was held back. Nothing comes behind a stop string."""
         if self.stop is not None:
             return []
         out: list[Event] = []

@@ -107,7 +107,7 @@ class DeepSeekV32Calls(TaggedCalls):
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
-        """See `JsonCalls`."""
+        """Answers with calls of these tools, as `JsonCalls.grammar_for` has them."""
         call = either([cls._call(tool) for tool in together(tools)])
         begun = either([text(begin.removeprefix(_TAG) + "\n") for begin in _BEGIN])
         ended = either([text(end) for end in _END])

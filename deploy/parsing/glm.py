@@ -55,7 +55,7 @@ class GlmCalls(TaggedCalls):
 
     @classmethod
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
-        """See `JsonCalls`."""
+        """Answers with calls of these tools, as `JsonCalls.grammar_for` has them."""
         rest = either([cls._behind_begin(tool) for tool in together(tools)])
         if not must:
             return within_text({cls.begin: rest})

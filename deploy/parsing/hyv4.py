@@ -34,7 +34,6 @@ class HyV4Calls(GlmCalls):
     @classmethod
     @override
     def grammar_for(cls, tools: Sequence[AllowedTool], must: bool, parallel: bool) -> Tag:
-        """See `JsonCalls`."""
         rest = either([cls._behind_begin(tool) for tool in together(tools)])
         call = sequence(text(cls.begin), rest)
         calls = sequence(several(call, "\n") if parallel else call, text(cls.all_end))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Final, Protocol
 
+from typing_extensions import override
+
 from deploy.parsing.events import CallBegin, CallBroken, CallEnd, Content, Event
 from deploy.parsing.markers import Line, Markers, markers_of
 from deploy.parsing.reasoning import CLOSE
@@ -61,7 +63,7 @@ def in_other_case(name: str, schemas: Schemas) -> str | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
-class CallParser:
+class CallParser(Parser):
     """Base of the parsers of tool calls: text up to a marker is content, and behind it stand states.
 
     A state is a method that takes from the beginning of `_rest` what it understands, and returns whether to go on with
@@ -116,8 +118,8 @@ class CallParser:
         """What ends content."""
         return markers_of(*cls.ends_content, cls.close)
 
+    @override
     def push(self, text: str) -> list[Event]:
-        """See `Parser`."""
         if self._plain:  # the two common cases, made short
             if self._markers.first(text) is None:
                 if self.in_prose:
@@ -137,8 +139,8 @@ class CallParser:
             pass
         return self._out
 
+    @override
     def finish(self, cut: bool = False) -> list[Event]:
-        """See `Parser`."""
         self._out, self._cut = [], cut
         while self._state != self._content:
             self._ended()

@@ -54,7 +54,7 @@ class Probe(Protocol):
     """A parser of calls."""
 
     def push(self, text: str) -> list[Event]:
-        """See `Parser`."""
+        """Add text; returns what is certain now."""
 
 
 class ReasoningParser:
@@ -104,7 +104,7 @@ class ReasoningParser:
         return self._where == "outside" and not self._after
 
     def push(self, text: str) -> list[Event]:
-        """See `Parser`."""
+        """Add text; returns what is certain now."""
         if self.through:
             return [Content(text)] if text else []
         out: list[Event] = []
@@ -118,7 +118,7 @@ class ReasoningParser:
         return out
 
     def finish(self, cut: bool = False) -> list[Event]:
-        """See `Parser`; it is the same for reasoning that is cut."""
+        """End the text: what was held back, the same for reasoning that is cut."""
         out: list[Event] = []
         if self._where == "inside":
             self._reason(out, ended=True)

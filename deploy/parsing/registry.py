@@ -50,7 +50,7 @@ MARKERS: Final[dict[str, tuple[str, ...]]] = _ByName(
 )
 """All that calls are written with besides text. Where these are special tokens, they must not be left out."""
 GrammarFor = Callable[[Sequence[AllowedTool], bool, bool], Tag]
-"""See `JsonCalls.grammar_for`."""
+"""Of each name, a grammar of answers with calls (`JsonCalls.grammar_for`)."""
 CALL_GRAMMARS: Final[dict[str, GrammarFor]] = _ByName(
     {name: calls.grammar_for for name, calls in _CALLS.items()}, lambda ending: calls_with(ending).grammar_for
 )

@@ -290,11 +290,9 @@ class _Answer:
         return max(time.time() - self._recorded.began.arrived, 0.0)
 
     def outputs(self, choice: int) -> Sequence[RequestOutput]:
-        """See `Journal`."""
         return self._recorded.outputs.get(choice, ())
 
     def feeder(self, choice: int) -> Callable[[RequestOutput], object]:
-        """See `Journal`."""
         to_repeat = len(self.outputs(choice))
 
         def fed(output: RequestOutput) -> None:
@@ -311,7 +309,7 @@ class _Answer:
         """None: all that is made is compared with what was written."""
 
     def repeated(self, choice: int, ended: bool) -> None:
-        """See `Journal`. EngineFault where something was sent that was not made once more."""
+        """End the repetition for a choice. EngineFault where something was sent that was not made once more."""
         self._choices -= 1
         self._going_on |= not ended
         if not self._choices and self._going_on and self._splice.missing:
@@ -319,7 +317,6 @@ class _Answer:
             raise EngineFault(NOT_THE_SAME)
 
     def _open(self, checksum: int, choices: int, ordinary: bool) -> _Answer:
-        """See `OpenJournal`."""
         self._choices = choices
         if checksum != self._recorded.began.checksum:
             self._broken = True

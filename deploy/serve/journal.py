@@ -182,7 +182,7 @@ class Journal:
         """Nothing is, where the answer begins."""
 
     def feeder(self, choice: int) -> Callable[[RequestOutput], object]:
-        """See `deploy.api.generation.journaling.Journal`."""
+        """Return a function that takes down an output of a choice."""
         # The only choice of a stream writes next, and it is taken down then: in the least time, for every token.
         return self._pending.append if self._ordinary else partial(self.fed, choice)
 

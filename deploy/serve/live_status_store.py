@@ -74,7 +74,7 @@ class LiveStatusStore:
             thread.join(PATIENCE_S)
 
     async def states(self) -> list[ReplicaState]:
-        """See `Replicas`."""
+        """Return the states of all replicas, in the order of their names."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
         await asyncio.wait({self._reading}, timeout=PATIENCE_S)

@@ -53,7 +53,7 @@ class StandbyProcesses:
         self.processes.kill()
 
     async def gone(self, limit_s: float) -> bool:
-        """See `ReplicaProcesses.gone`."""
+        """Wait until every process has ended, for at most `limit_s` seconds; whether all have."""
         return await self.processes.gone(limit_s)
 
 
@@ -124,7 +124,7 @@ class Standby:
         return StandbyProcesses(processes, self._config, self._on_end, self._on_folder)
 
     async def _unshared(self) -> str:
-        """See `HotStandby`."""
+        """Why a second engine could not share memory with the one that serves; "" where it can."""
         if self._processes().folder is None:
             return "the ranks are on several nodes, or on another than their front"
         assert self._keeper is not None, "the settings demand one"

@@ -49,7 +49,7 @@ class UnderServe:
         self._replica = (REPLICA_HEADER.encode(), replica.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Answer as an application of the ASGI specification."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -95,7 +95,6 @@ class _Answer:
         scope[BODY], scope[OPEN] = b"", self._open
 
     def _open(self, checksum: int, choices: int, ordinary: bool) -> Journal | None:
-        """See `OpenJournal`."""
         self._cycle = cycle_of(self._receive)
         self.journal = (
             None if self._cycle is None else self._journals.begin(self._scope, self._cycle, checksum, ordinary)

@@ -11,6 +11,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from deploy.text.stop import StopMatcher
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
@@ -27,7 +29,7 @@ class Detokenizer(Protocol):
         """The sequence has ended: what was held back, incomplete bytes as U+FFFD."""
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(Detokenizer):
     """Detokenizer for byte-level vocabularies: `table` gives each token's bytes."""
 
     __slots__ = ("_decode", "_table")
@@ -36,19 +38,20 @@ class ByteDetokenizer:
         self._table = table
         self._decode = _Utf8("replace").decode
 
+    @override
     def push(self, token: int) -> str:
-        """See `Detokenizer`. An id the tokenizer does not know is no text."""
+        """Add a token. An id the tokenizer does not know is no text."""
         try:
             return self._decode(self._table[token])
         except IndexError:
             return ""
 
+    @override
     def flush(self) -> str:
-        """See `Detokenizer`."""
         return self._decode(b"", True)
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """Detokenizer for any decoder: the text of a token is what decoding a window with it adds to decoding the window
     without it."""
 
@@ -65,8 +68,8 @@ class WindowDetokenizer:
         self._shown = ""
         """Text of the context ids."""
 
+    @override
     def push(self, token: int) -> str:
-        """See `Detokenizer`."""
         if token in self._hidden:
             return ""
         self._ids.append(token)
@@ -76,8 +79,8 @@ class WindowDetokenizer:
             return ""
         return self._advance(text)
 
+    @override
     def flush(self) -> str:
-        """See `Detokenizer`."""
         if len(self._ids) == self._base:
             return ""
         text: str = self._backend.decode(self._ids, skip_special_tokens=False)

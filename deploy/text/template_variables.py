@@ -42,7 +42,6 @@ class Generation(Extension):
 
     @override
     def parse(self, parser: Parser) -> list[Node]:
-        """See jinja2."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

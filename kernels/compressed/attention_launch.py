@@ -137,7 +137,6 @@ def attend(
     block: int = 0,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.compressed.attend`."""
     tokens, heads, features = q_THD.shape
     if not tokens:
         return

@@ -37,7 +37,6 @@ def begin(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.compressed.begin`."""
     (tokens, streams, features), rope = residual_TSE.shape, rotations_YO[0].shape[1]
     if not tokens:
         return
@@ -76,7 +75,6 @@ def lay_out_rows(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.compressed.lay_out_rows`."""
     tokens = len(position_T)
     if not tokens:
         return
@@ -109,7 +107,6 @@ def rope_store(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.compressed.rope_store`."""
     tokens, heads, features = q_THD.shape
     if not tokens:
         return
@@ -148,7 +145,6 @@ def rope_store(
 
 
 def rope_queries(q_THD: Tensor, rotation_TO: Tensor, *, dependent: bool = False) -> None:
-    """See `kernels.compressed.rope_queries`."""
     tokens, heads, features = q_THD.shape
     if not tokens:
         return
@@ -178,7 +174,6 @@ def rope_queries(q_THD: Tensor, rotation_TO: Tensor, *, dependent: bool = False)
 
 
 def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows) -> None:
-    """See `kernels.compressed.keep_entries`."""
     tokens, features = entry_TD.shape
     if not tokens:
         return
@@ -211,7 +206,6 @@ def compress(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.compressed.compress`."""
     (ratio, made), features = bias_AC.shape, norm_D.shape[0]
     if not len(made_TF):
         return

@@ -88,7 +88,7 @@ def is_among(number, numbers, count, STEPS: tl.constexpr):
 
 @triton.jit
 def among_others(i, live, near, number_of, others, least_seen, p, selected, SIZES: tl.constexpr, STEPS: tl.constexpr):
-    """Of a token's entries numbered `i` whether the neighbour at position `p` sees them, too: those of the window,
+    """Whether the neighbour at position `p` sees a token's entries numbered `i`, too: those of the window,
     whose `near` ones are numbered first, from its position on, and compressed ones where its selection has them."""
     seen = live & (i < near) & least_seen
     if SIZES.ratio:

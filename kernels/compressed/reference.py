@@ -38,7 +38,6 @@ def begin(
     residual_TSE: Tensor,
     memory: StreamMemory,
 ) -> None:
-    """See `kernels.compressed.begin`."""
     token_out_T.copy_(token_T)
     for table_YO, own_TO in zip(rotations_YO, rotations_TO, strict=True):
         torch.index_select(table_YO, 0, position_T, out=own_TO)
@@ -52,7 +51,6 @@ def begin(
 def lay_out_rows(
     position_T: Tensor, length_R: Tensor, wanted_R: Tensor | None, row_T: Tensor, bound_T: Tensor, ratio: int
 ) -> None:
-    """See `kernels.compressed.lay_out_rows`."""
     if not len(position_T):
         return
     rows, width = len(length_R), len(position_T) // len(length_R)
@@ -74,7 +72,6 @@ def rope_store(
     rows: TokenRows,
     eps: float,
 ) -> None:
-    """See `kernels.compressed.rope_store`."""
     features = norm_D.shape
     normed_THD = F.rms_norm(_wide(q_THD), features, None, eps)
     q_THD.copy_(turned(normed_THD, rotation_TO.unsqueeze(1)))
@@ -85,12 +82,11 @@ def rope_store(
 
 
 def rope_queries(q_THD: Tensor, rotation_TO: Tensor) -> None:
-    """See `kernels.compressed.rope_queries`."""
     q_THD.copy_(turned(_wide(q_THD), rotation_TO.unsqueeze(1)))
 
 
 def keep_entries(entry_TD: Tensor, ring_XLD: Tensor, rows: TokenRows, *, counting: bool = True) -> None:
-    """See `kernels.compressed.keep_entries`. `counting`: whether faults are counted."""
+    """Keep entries. `counting`: whether faults are counted."""
     length = ring_XLD.shape[1]
     for _, place, token_Q in _rows(rows, len(ring_XLD), counting):
         newest_Q = token_Q[-length:]
@@ -107,7 +103,6 @@ def compress(
     rows: TokenRows,
     eps: float,
 ) -> None:
-    """See `kernels.compressed.compress`."""
     (ratio, made), features, length = bias_AC.shape, norm_D.shape[0], state_XLF.shape[1]
     overlaps = made > features
     reach = ratio * (1 + overlaps)
@@ -158,7 +153,6 @@ def attend(
     first: int,
     block: int = 0,
 ) -> None:
-    """See `kernels.compressed.attend`."""
     out_THD.zero_()
     length = ring_XLD.shape[1]
     for row, place, token_Q in _rows(rows, len(ring_XLD), True):

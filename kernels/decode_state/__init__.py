@@ -91,7 +91,7 @@ def advance(
 ) -> None:
     """Take the verified tokens into the state, and turn the step's positions into those of the draft layer's pass.
 
-    `token_RW`: the target's tokens; 0 ... `accepted_R` of each row stand. length += accepted + 1, last = the last of
+    `token_RW`: the target's tokens; 0 ... `accepted_R` of each row are new. length += accepted + 1, last = the last of
     them; where tokens are kept they follow the row's, and what is behind the newest means nothing. `position_RW`,
     `cache_slot_RW` and `length_R` (in and out) move one entry on: the draft layer's entry j pairs the token at j with
     the hidden state before it. `newest_R`: int64 index into the T tokens of each row's newest.

@@ -24,6 +24,35 @@ def _cache_slot(page_table, slot, position, pages, live, inside, SHARDS: tl.cons
     return page.to(tl.int64) * _PAGE + position % _PAGE
 
 
+@triton.jit
+def _store_places(
+    page_table,
+    slot,
+    row,
+    first,
+    pages,
+    live,
+    position_out,
+    cache_slot_out,
+    length_out,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    SHARDS: tl.constexpr,
+    SHARD: tl.constexpr,
+):
+    """Store where a row's tokens stand from position `first` on, and what the last of them sees; zeros for a row
+    that is not live. Returns the positions [LANES]."""
+    lane = tl.arange(0, LANES)
+    inside = lane < WIDTH
+    position = tl.where(live, first + lane, 0)
+    at = row.to(tl.int64) * WIDTH + lane
+    tl.store(position_out + at, position, mask=inside)
+    cache_slot = _cache_slot(page_table, slot, position, pages, live, inside, SHARDS, SHARD)
+    tl.store(cache_slot_out + at, cache_slot, mask=inside)
+    tl.store(length_out + row, tl.where(live, first + WIDTH, 0).to(tl.int32))
+    return position
+
+
 @triton.jit(do_not_specialize=_INTS)
 def feed(
     length_state,
@@ -57,16 +86,22 @@ def feed(
         last = tl.load(last_state + slot, mask=live, other=0)
         draft = tl.load(draft_state + slot * drafts + lane - 1, mask=live & inside & (lane > 0), other=0)
         length = tl.load(length_state + slot, mask=live, other=0)
-        position = tl.where(live, length + lane, 0)
-        at = row.to(tl.int64) * WIDTH + lane
-        tl.store(token_out + at, tl.where(lane == 0, last, draft), mask=inside)
-        tl.store(position_out + at, position, mask=inside)
-        tl.store(
-            cache_slot_out + at,
-            _cache_slot(page_state, slot, position, pages, live, inside, SHARDS, SHARD),
-            mask=inside,
+        tl.store(token_out + row.to(tl.int64) * WIDTH + lane, tl.where(lane == 0, last, draft), mask=inside)
+        _store_places(
+            page_state,
+            slot,
+            row,
+            length,
+            pages,
+            live,
+            position_out,
+            cache_slot_out,
+            length_out,
+            WIDTH,
+            LANES,
+            SHARDS,
+            SHARD,
         )
-        tl.store(length_out + row, tl.where(live, length + WIDTH, 0).to(tl.int32))
 
 
 @triton.jit(
@@ -97,22 +132,19 @@ def advance(
     row = tl.program_id(0)
     slot = tl.load(slots + row)
     live = slot >= 0
-    lane = tl.arange(0, LANES)
-    inside = lane < WIDTH
     accepted = tl.load(accepted_in + row)
     newest = row.to(tl.int64) * WIDTH + accepted
     last = tl.load(token_in + newest)
     length = tl.load(length_state + slot, mask=live, other=0)
-    position = tl.where(live, length + 1 + lane, 0)
-    at = row.to(tl.int64) * WIDTH + lane
-    tl.store(position_out + at, position, mask=inside)
-    tl.store(
-        cache_slot_out + at, _cache_slot(page_state, slot, position, pages, live, inside, SHARDS, SHARD), mask=inside
+    first = length + 1
+    position = _store_places(
+        page_state, slot, row, first, pages, live, position_out, cache_slot_out, length_out, WIDTH, LANES, SHARDS, SHARD
     )
-    tl.store(length_out + row, tl.where(live, length + WIDTH + 1, 0).to(tl.int32))
     tl.store(newest_out + row, newest)
     if KEEPS_TOKENS:
-        token = tl.load(token_in + at, mask=inside, other=0)
+        lane = tl.arange(0, LANES)
+        inside = lane < WIDTH
+        token = tl.load(token_in + row.to(tl.int64) * WIDTH + lane, mask=inside, other=0)
         tl.store(token_state + slot * tokens + position, token.to(tl.int32), mask=inside & live & (position < tokens))
     tl.store(length_state + slot, length + accepted + 1, mask=live)
     tl.store(last_state + slot, last, mask=live)

@@ -49,7 +49,7 @@ def gate_up(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.few_experts.experts`: the first half."""
+    """Launch the first half of `kernels.few_experts.experts`."""
     from kernels.few_experts import fp8, fp8_single  # a machine without Hopper GPUs need not have Gluon
 
     (tokens, features), intermediate, half = x.x_TE.shape, act_YI.shape[1], ROWS // 2
@@ -116,7 +116,7 @@ def down(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.few_experts.experts`: the second half."""
+    """Launch the second half of `kernels.few_experts.experts`."""
     from kernels.few_experts import fp8, fp8_short
 
     (tokens, features), intermediate = out_TE.shape, act.fp16_TF.shape[1]

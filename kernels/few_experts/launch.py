@@ -45,7 +45,6 @@ MOST_EXPERTS = 512
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor, *, dependent: bool = False) -> None:
-    """See `kernels.few_experts.router`."""
     tokens, features = x.x_TE.shape
     experts = weight_XE.shape[0]
     if not weight_XE.is_contiguous() or weight_XE.dtype not in (torch.float32, torch.bfloat16):
@@ -99,7 +98,6 @@ def choose(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.few_experts.choose`."""
     (tokens, experts), chosen = logit_TX.shape, choice.weight_TK.shape[1]
     if not (logit_TX.is_contiguous() and length_R.is_contiguous()) or tokens % length_R.shape[0]:
         raise ValueError("logits and lengths are contiguous, and rows have equally many tokens")
@@ -142,7 +140,7 @@ def choose(
 def gate_up(
     x: PendingNorm, choice: ChosenExperts, weight_XFE: Matrix, act_YI: Tensor, *, dependent: bool = False
 ) -> None:
-    """See `kernels.few_experts.experts`: the first half. `act_YI`: [T * (K + shared), I]."""
+    """Launch the first half of `kernels.few_experts.experts`. `act_YI`: [T * (K + shared), I]."""
     tokens, features = x.x_TE.shape
     intermediate = act_YI.shape[1]
     shared, (data, scales, how) = _shared(choice, weight_XFE, act_YI), stored(weight_XFE)
@@ -184,7 +182,7 @@ def down(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.few_experts.experts`: the second half, of activations that are in scaled fp16 where
+    """Launch the second half of `kernels.few_experts.experts`, of activations that are in scaled fp16 where
     `takes_fp16_scaled` says so."""
     tokens, features = out_TE.shape
     if isinstance(act_YI, Fp16Scaled):

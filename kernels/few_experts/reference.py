@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 
 
 def router(x: PendingNorm, weight_XE: Tensor, logit_TX: Tensor) -> None:
-    """See `kernels.few_experts.router`."""
     torch.mm(pending_norm.normed(x), weight_XE.t().float(), out=logit_TX)
 
 
 def choose(logit_TX: Tensor, bias_X: Tensor | None, length_R: Tensor, choice: ChosenExperts, rule: RoutingRule) -> None:
-    """See `kernels.few_experts.choose`."""
     tokens, chosen = choice.weight_TK.shape
     id_TK = torch.empty(tokens, chosen, dtype=torch.int64)
     moe.route(logit_TX, bias_X, id_TK, choice.weight_TK, rule)
@@ -46,7 +44,6 @@ def experts(
     norm_E: Tensor | None,
     out: Tensor | PendingNorm,
 ) -> None:
-    """See `kernels.few_experts.experts`."""
     dtype = x.x_TE.dtype
     x_TE = pending_norm.normed(x)
     sum_TE = torch.zeros_like(x_TE)

@@ -38,7 +38,6 @@ def rope_absorb(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.head_linear.rope_absorb`."""
     tokens, *parts, heads, _ = q_THD.shape
     nope, latent = weight_HNL.shape[1:]
     rope = rotation_PO.shape[1]
@@ -84,7 +83,6 @@ def rope_absorb(
 
 
 def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: bool = False) -> None:
-    """See `kernels.head_linear.absorb`."""
     tokens, heads, features = q_THD.shape
     nope, latent = weight_HNL.shape[1:]
     if not tokens:
@@ -185,7 +183,7 @@ def merge_up(
     columns: int = 32,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.head_linear.merge_up`. `columns`: pieces that are multiplied at once."""
+    """Launch `merge_up`. `columns`: pieces that are multiplied at once."""
     shape = workspace.shape
     heads, value, latent = weight_HVL.shape
     tokens = shape.rows * shape.width

@@ -63,7 +63,6 @@ def divisible(x_FE: Tensor) -> bool:
 
 
 def part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, cut: Cut, *, dependent: bool = False) -> None:
-    """See `kernels.linear.part_linear`."""
     from kernels.linear import hopper  # a machine without Hopper GPUs need not have Gluon
 
     tokens, rows = x_TE.shape[0], weight_FE.shape[0]

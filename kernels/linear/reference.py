@@ -39,7 +39,7 @@ def invariant_groups(x_TGE: Tensor, weight_GFE: Tensor, out_TGF: Tensor) -> None
 
 
 def part_linear(x_TE: Tensor, weight_FE: Tensor, out_TPF: Tensor, group: int) -> None:
-    """See `kernels.linear.part_linear`; `group`: input features of a part."""
+    """Parts of a product; `group`: input features of a part."""
     groups = zip(torch.split(x_TE, group, dim=1), torch.split(weight_FE, group, dim=1), strict=True)
     for part, (x_TG, weight_FG) in enumerate(groups):
         out_TPF[:, part] = x_TG.float() @ weight_FG.float().t()
@@ -53,7 +53,6 @@ def normed_linear(
     next: PendingNorm | None,
     scale_T: Tensor | None = None,
 ) -> None:
-    """See `kernels.linear.normed_linear`."""
     y_TF = pending_norm.normed(x) @ weight_FE.float().t()
     if next is not None and norm_A is not None:
         _leave_norm(y_TF, out_TF, norm_A, next, scale_T)
@@ -62,7 +61,6 @@ def normed_linear(
 
 
 def linear_to_norm(x_TE: Tensor, weight_FE: Matrix, out_TF: Tensor, norm_A: Tensor, next: PendingNorm) -> None:
-    """See `kernels.linear.linear_to_norm`."""
     _leave_norm(x_TE.float() @ weight_FE.float().t(), out_TF, norm_A, next, None)
 
 
@@ -73,12 +71,10 @@ def _leave_norm(y_TF: Tensor, out_TF: Tensor, norm_A: Tensor, next: PendingNorm,
 
 
 def linear_to_residual(x_TE: Tensor, weight_FE: Matrix, residual_TF: Tensor, norm_F: Tensor, out: PendingNorm) -> None:
-    """See `kernels.linear.linear_to_residual`."""
     residual_TF.add_(x_TE.float() @ weight_FE.float().t())
     pending_norm.write(residual_TF, norm_F, out)
 
 
 def gated_linear(x: PendingNorm, weight_FE: Matrix, out_TI: Tensor) -> None:
-    """See `kernels.linear.gated_linear`."""
     gate_TI, up_TI = (pending_norm.normed(x) @ weight_FE.float().t()).chunk(2, dim=-1)
     out_TI.copy_(F.silu(gate_TI) * up_TI)

@@ -118,7 +118,7 @@ def fp8_queries(BLOCK: gl.constexpr):
 
 @gluon.jit
 def fp8_shared(TOKENS: gl.constexpr, BLOCK: gl.constexpr):
-    """See `Shared`."""
+    """Shared memory as `Shared` says."""
     by_4: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     by_8: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     return Shared(

@@ -64,7 +64,6 @@ def mla_prefill(
     max_q: int,
     tiles: PrefillTiling | None = None,
 ) -> None:
-    """See `kernels.mla_prefill.mla_prefill`."""
     parts, out_part, lse_part = 1, 0, 0
     if out_THV.ndim == 4:
         assert not causal

@@ -278,7 +278,7 @@ def store_rows(value, target, row, column, inside, STRIDE: gl.constexpr):
 
 @gluon.jit
 def clamped(gate, up, LIMIT: gl.constexpr):
-    """See `activation.clamped`."""
+    """Clamp as `activation.clamped` does."""
     gate = gl.where(gate > LIMIT, LIMIT, gate)
     up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
     return gate, up

@@ -50,7 +50,6 @@ def route(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.moe.route`."""
     tokens, *parts, experts = logit_TX.shape
     groups = rule.groups
     columns = id_TK.shape[1]

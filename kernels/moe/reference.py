@@ -24,7 +24,6 @@ def route(
     live_R: Tensor | None = None,
     given: GivenExperts | None = None,
 ) -> None:
-    """See `kernels.moe.route`."""
     if logit_TX.dim() == 3:
         logit_TX = logit_TX.sum(1)
     tokens, experts = logit_TX.shape
@@ -151,7 +150,6 @@ def add_experts(
     sum_TGE: Tensor,
     limit: float = 0.0,
 ) -> None:
-    """See `kernels.moe.add_experts`."""
     compute = torch.promote_types(x_TE.dtype, torch.float32)
     part_TKGE = torch.zeros(*id_TK.shape, *sum_TGE.shape[1:], dtype=compute)
     for expert in torch.unique(id_TK).tolist():

@@ -33,7 +33,6 @@ def sample(
     nonfinite_N: Tensor | None = None,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.sampling.sample_rows`."""
     if unread := real_columns()[len(NEUTRAL_REAL) :]:
         raise NotImplementedError(
             f"no sampling kernel reads {', '.join(unread)}: name its column in kernels/sampling/tables.py, and read it "
@@ -164,7 +163,6 @@ def count_tokens(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.sampling.count_tokens`."""
     rows, width = token_RW.shape
     if not rows:
         return

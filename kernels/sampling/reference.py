@@ -39,7 +39,6 @@ def sample(
     nonfinite_N: torch.Tensor | None = None,
     masks: TokenMasks | None = None,
 ) -> None:
-    """See the launcher, `kernels.sampling.sample_tokens`."""
     logits_NV = logits_NV.to(torch.float32)
     if masks is not None:
         logits_NV = masked_logits(logits_NV, masks)
@@ -246,7 +245,6 @@ def count_tokens(
     fault_1: torch.Tensor,
     penalties: bool,
 ) -> None:
-    """See the launcher, `kernels.sampling.count_tokens`."""
     owned_R = _owned(slot_R, tables)
     count_R = count_R.masked_fill(~owned_R, 0)
     slot_R = torch.where(owned_R, slot_R, tables.real_SF.shape[0] - 1)

@@ -42,7 +42,6 @@ def sparse_decode(
     scale: float,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.sparse.sparse_decode`."""
     tokens, heads, features = q_THC.shape
     if not tokens:
         return
@@ -205,7 +204,8 @@ def invariant_sparse_decode(
     *,
     scale: float,
 ) -> None:
-    """See `kernels.sparse.sparse_decode`: dense attention of some tokens at a time, each a row of its own entries."""
+    """Launch `sparse_decode` in invariant mode: dense attention of some tokens at a time, each a row of its own
+    entries."""
     heads, features, latent = *q_THC.shape[1:], out_THL.shape[2]
     group = max(1, len(workspace.length_T))
     for first in range(0, len(q_THC), group):

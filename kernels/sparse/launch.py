@@ -57,7 +57,6 @@ _LIST_WARPS = (4, 8)
 
 
 def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor, *, dependent: bool = False) -> None:
-    """See `kernels.sparse.write_index_keys`."""
     tokens = key_TD.shape[0]
     if not tokens:
         return
@@ -93,7 +92,7 @@ def index_scores(
     dependent: bool = False,
     hopper: bool | None = None,
 ) -> None:
-    """See `kernels.sparse.index_scores`. `hopper`: whether Hopper's own kernel may be taken; None asks the device."""
+    """Launch `index_scores`. `hopper`: whether Hopper's own kernel may be taken; None asks the device."""
     tokens, heads, _ = q_THD.shape
     if not tokens:
         return
@@ -235,7 +234,6 @@ def select_positions(
     *,
     dependent: bool = False,
 ) -> None:
-    """See `kernels.sparse.select_positions`."""
     tokens, selected = selected_TS.shape
     if not tokens:
         return

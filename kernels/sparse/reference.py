@@ -20,7 +20,6 @@ GATHER_ELEMENTS: Final = 1 << 26
 
 
 def write_index_keys(key_TD: Tensor, slot_T: Tensor, index_PKE: Tensor) -> None:
-    """See `kernels.sparse.write_index_keys`."""
     entries_there = index_PKE.shape[0] * PAGE_TOKENS
     if bool(((slot_T < 0) | (slot_T >= entries_there)).any()):
         raise IndexError(f"index keys are written outside the {entries_there} entries of the cache: {slot_T.tolist()}")
@@ -44,7 +43,6 @@ def index_scores(
     *,
     invariant: bool = False,
 ) -> None:
-    """See `kernels.sparse.index_scores`."""
     compute = torch.float32 if is_int8(index_PKE) else torch.promote_types(index_PKE.dtype, torch.float32)
     keys = index_PKE.shape[1]
     for row, first, bounds in _rows(row_T, bound_T, page_RP.shape[0], score_TN.shape[1], fault_1):
@@ -69,7 +67,6 @@ def index_scores(
 
 
 def select_positions(score_TN: Tensor, bound_T: Tensor, selected_TS: Tensor, fault_1: Tensor) -> None:
-    """See `kernels.sparse.select_positions`."""
     most = selected_TS.shape[1]
     selected_TS.fill_(-1)
     for token, bound in enumerate(bound_T.tolist()):
@@ -93,7 +90,6 @@ def sparse_decode(
     fault_1: Tensor,
     scale: float,
 ) -> None:
-    """See `kernels.sparse.sparse_decode`."""
     place_TS = _places(cache_PKC, page_RP, row_T, selected_TS, fault_1)
     used = int((place_TS >= 0).any(0).nonzero().max()) + 1 if bool((place_TS >= 0).any()) else 0
     if not used:

@@ -26,7 +26,6 @@ _BLOCK = 512
 
 
 def find_own_pages(page_RP: Tensor, out: OwnPages, shards: Shards) -> None:
-    """See `kernels.sparse_shards.find_own_pages`."""
     rows, pages = page_RP.shape
     if not rows:
         return
@@ -43,7 +42,6 @@ def find_own_pages(page_RP: Tensor, out: OwnPages, shards: Shards) -> None:
 
 
 def own_bounds(row_T: Tensor, bound_T: Tensor, pages: OwnPages, own_T: Tensor, first_T: Tensor) -> None:
-    """See `kernels.sparse_shards.own_bounds`."""
     tokens = len(row_T)
     if not tokens:
         return
@@ -64,7 +62,6 @@ def own_bounds(row_T: Tensor, bound_T: Tensor, pages: OwnPages, own_T: Tensor, f
 def offer_candidates(
     index_TS: Tensor, score_TN: Tensor, row_T: Tensor, pages: OwnPages, part_TY: Tensor, *, dependent: bool
 ) -> None:
-    """See `kernels.sparse_shards.offer_candidates`."""
     tokens, selected = index_TS.shape
     if not tokens:
         return
@@ -81,7 +78,6 @@ def offer_candidates(
 
 
 def order_candidates(candidates: Candidates, *, dependent: bool) -> None:
-    """See `kernels.sparse_shards.order_candidates`."""
     tokens, shards, words = candidates.part_TDY.shape
     if not tokens:
         return
@@ -108,7 +104,6 @@ def keep_selected(
     *,
     dependent: bool,
 ) -> None:
-    """See `kernels.sparse_shards.keep_selected`."""
     tokens, selected = selected_TS.shape
     if not tokens:
         return

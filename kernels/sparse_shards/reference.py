@@ -18,7 +18,6 @@ nothing has arrived yet (`kernels.one_shot.words`), as -1 is."""
 
 
 def find_own_pages(page_RP: Tensor, out: OwnPages, shards: Shards) -> None:
-    """See `kernels.sparse_shards.find_own_pages`."""
     rest_RP = page_RP.long() + (shards.count - 1)
     own_RP = (page_RP != NULL_PAGE) & (rest_RP % shards.count == shards.index)
     out.local_RP.copy_(torch.where(own_RP, rest_RP // shards.count, NULL_PAGE))
@@ -30,7 +29,6 @@ def find_own_pages(page_RP: Tensor, out: OwnPages, shards: Shards) -> None:
 
 
 def own_bounds(row_T: Tensor, bound_T: Tensor, pages: OwnPages, own_T: Tensor, first_T: Tensor) -> None:
-    """See `kernels.sparse_shards.own_bounds`."""
     rows, columns = pages.local_RP.shape
     inside_T = (row_T >= 0) & (row_T < rows)
     row_T = row_T.clamp(0, max(rows - 1, 0)).long()
@@ -44,7 +42,6 @@ def own_bounds(row_T: Tensor, bound_T: Tensor, pages: OwnPages, own_T: Tensor, f
 
 
 def offer_candidates(index_TS: Tensor, score_TN: Tensor, row_T: Tensor, pages: OwnPages, part_TY: Tensor) -> None:
-    """See `kernels.sparse_shards.offer_candidates`."""
     there_TS, at_TS = index_TS >= 0, index_TS.clamp(min=0).long()
     column_TS = pages.column_RP[row_T.clamp(min=0).long().unsqueeze(1), at_TS // PAGE_TOKENS]
     position_TS = column_TS * PAGE_TOKENS + at_TS % PAGE_TOKENS
@@ -53,7 +50,6 @@ def offer_candidates(index_TS: Tensor, score_TN: Tensor, row_T: Tensor, pages: O
 
 
 def order_candidates(candidates: Candidates) -> None:
-    """See `kernels.sparse_shards.order_candidates`."""
     score_TDS, position_TDS = candidates.part_TDY.tensor_split(2, dim=2)
     position_TX, order_TX = position_TDS.flatten(1).sort(dim=1, stable=True)
     columns = position_TX.shape[1]
@@ -65,7 +61,6 @@ def order_candidates(candidates: Candidates) -> None:
 def keep_selected(
     candidates: Candidates | None, selected_TS: Tensor, row_T: Tensor, pages: OwnPages, own_TS: Tensor, first: int
 ) -> None:
-    """See `kernels.sparse_shards.keep_selected`."""
     if candidates is not None:
         index_TS = candidates.index_TS
         position_TS = candidates.position_TX.gather(1, index_TS.clamp(min=0).long())

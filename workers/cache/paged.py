@@ -78,7 +78,7 @@ class PagedCache:
         return self.layers[0].shape[0]
 
     def places(self, pages: Sequence[int], spec: CacheSpec) -> tuple[list[int], list[int]]:
-        """Of these pages, by their global ids, those that this rank has in layers of `spec`: their indices in `pages`
+        """Find those pages, of global ids, that this rank has in layers of `spec`: their indices in `pages`
         and in the layer. Every rank has the null page."""
         whole = not spec.sharded
         here = [index for index, page in enumerate(pages) if whole or page == NULL_PAGE or self.shards.owns(page)]

@@ -9,8 +9,6 @@ Shape legend: T tokens, R rows, E hidden features, Z residual streams, F = Z * E
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -18,6 +16,7 @@ from typing_extensions import override
 from kernels.rms_norm import AddNorm, rms_norm
 from workers.cache.paged import PagedCache
 from workers.cache.rings import RingSpec
+from workers.drafters.mtp import ChainedDrafter
 from workers.memory.scratch import Scratch
 from workers.models.attention.compressed_rows import rows_of_pass
 from workers.models.batch import Batch
@@ -27,7 +26,6 @@ from workers.models.config import CompressedLayer
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.deepseek_v4_parts import LayerCaches, Ring
 from workers.models.deepseek_v4_weights import load_block
-from workers.models.drafter import DraftedRows, Drafter
 from workers.models.general import GeneralOps, tensor_of
 from workers.models.streams import load_streams
 from workers.weights.part import Part
@@ -37,7 +35,7 @@ PREFIX = "mtp.0."
 """Beginning of the names of its tensors."""
 
 
-class CompressedMtp(Drafter):
+class CompressedMtp(ChainedDrafter):
     """The layer `mtp.0`. Its embedding and head are the model's; the sum that its head reads of the streams has weights
     of its own, and so has the norm behind that."""
 
@@ -127,20 +125,7 @@ class CompressedMtp(Drafter):
         norm: AddNorm = buffers.norm(block.attention_norm_E, eps, block.attention_streams)
         ops.add_norm(of_token_TE, norm, buffers.normed)
 
-    def logits(self, hidden_RX: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Logits of the token behind those that `catch_up` has made `hidden_RX` of, fp32 [R, V]."""
-        hidden = self.model.config.hidden_size
-        return self.model.logits(hidden_RX[:, -hidden:], scratch)
-
     @override
-    def draft(
-        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
-    ) -> None:
-        """A pass of one token per row leads from each draft to the next; it reads the streams of the one before."""
-        hidden_RX = hidden_RE
-        assert hidden_RX is not None
-        for index in range(drafts):
-            token_R = rows.choose(partial(self.logits, hidden_RX, scratch), index)
-            batch = rows.feed(token_R, index)
-            if index + 1 < drafts:
-                hidden_RX = self.catch_up(token_R, hidden_RX, batch, cache, scratch)
+    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
+        hidden = self.model.config.hidden_size
+        return self.model.logits(hidden_NE[:, -hidden:], scratch)

@@ -235,7 +235,7 @@ class DsparkDrafter(Drafter):
         return self.model.logits(before_RM, scratch, self.markov_YM).add_(logits_RV)
 
     def _likely(self, x_DRE: Tensor, before_DRM: Tensor, scratch: Scratch) -> Tensor:
-        """Of each row the drafts that are accepted with at least the probability that is wanted, int64."""
+        """Drafts of each row that are accepted with at least the probability that is wanted, int64."""
         sure_DR = self.confidence(x_DRE, before_DRM, scratch)
         for index in range(1, len(sure_DR)):
             sure_DR[index].mul_(sure_DR[index - 1])

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.drafters.mtp import ChainedDrafter
+from workers.drafters.mtp import LayerDrafter
 from workers.memory.scratch import Scratch
 from workers.models.config import ModelConfig, QueryScaling
 from workers.models.layer import DecoderLayer
@@ -27,7 +27,7 @@ EAGLE_JOIN: Final = "eagle_linear."
 """Beginning of the names of the matrix that joins the two, and of its scales; no model has one."""
 
 
-class Eagle(ChainedDrafter):
+class Eagle(LayerDrafter):
     """The layers of a draft model of its own. Its embedding and output head are the model's."""
 
     def __init__(

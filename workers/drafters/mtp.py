@@ -7,6 +7,7 @@ Shape legend: T tokens, R rows, N rows of logits, E hidden features, F = 2 E, V 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 
 import torch
@@ -28,8 +29,28 @@ from workers.weights.weight import Weight
 
 
 class ChainedDrafter(Drafter):
-    """A drafter whose pass reads a token beside a hidden state, and leaves the one that the next token is read beside:
-    at first those are the model's final ones, and then its own, which are of the same kind."""
+    """Base of drafters whose pass, `catch_up`, reads a token beside what the position before it has left, and leaves
+    that which the next token is read beside: at first the model's, and then their own, which is of the same kind."""
+
+    @abstractmethod
+    def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
+        """Logits of the token behind those that `catch_up` has made `hidden_NE` of, fp32 [N, V]."""
+
+    @override
+    def draft(
+        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
+    ) -> None:
+        """A pass of one token per row leads from each draft to the next."""
+        for index in range(drafts):
+            assert hidden_RE is not None
+            token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)
+            batch = rows.feed(token_R, index)
+            if index + 1 < drafts:
+                hidden_RE = self.catch_up(token_R, hidden_RE, batch, cache, scratch)
+
+
+class LayerDrafter(ChainedDrafter):
+    """Base of drafters whose pass is one over layers like the model's, and which read its final hidden states."""
 
     model: Model
     head_YE: Weight
@@ -42,24 +63,12 @@ class ChainedDrafter(Drafter):
     ) -> Tensor:
         return self.segments.forward(token_T, hidden_TE, batch, cache, scratch or Scratch(token_T.device))
 
+    @override
     def logits(self, hidden_NE: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Logits of its hidden states, fp32 [N, V]: of the token behind theirs."""
         return self.model.logits(hidden_NE, scratch, self.head_YE)
 
-    @override
-    def draft(
-        self, hidden_RE: Tensor | None, rows: DraftedRows, drafts: int, cache: PagedCache, scratch: Scratch
-    ) -> None:
-        """A pass of one token per row leads from each draft to the next."""
-        assert hidden_RE is not None
-        for index in range(drafts):
-            token_R = rows.choose(partial(self.logits, hidden_RE, scratch), index)
-            batch = rows.feed(token_R, index)
-            if index + 1 < drafts:
-                hidden_RE = self.catch_up(token_R, hidden_RE, batch, cache, scratch)
 
-
-class Mtp(ChainedDrafter):
+class Mtp(LayerDrafter):
     """The layer behind a model's last one. Its embedding and head are the model's, unless the checkpoint has others."""
 
     def __init__(self, source: WeightSource, model: Model, layer: DecoderLayer) -> None:

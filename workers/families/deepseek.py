@@ -84,7 +84,7 @@ class _Deepseek(Family):
 
     @abstractmethod
     def interleaved(self, fields: Fields) -> bool:
-        """See `Rope`."""
+        """Whether features that rope turns together lie side by side (`Rope.interleaved`)."""
 
 
 class DeepseekV2(_Deepseek):

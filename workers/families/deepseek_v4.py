@@ -96,7 +96,7 @@ _WITHOUT_EFFECT: Final = {
 
 
 class DeepseekV4(Family):
-    """See the head of this file."""
+    """Family of DeepSeek V4 Flash and Pro."""
 
     fp8_cache = False
     why_undeclared = "which its config.json does not declare (num_nextn_predict_layers, or dspark_*)"

@@ -65,7 +65,7 @@ class DeepseekV32(DeepseekV3):
         return replace(config, indexing=indexing)
 
     def shared(self, fields: Fields) -> tuple[bool, ...]:
-        """See `Indexing`."""
+        """Which layers attend to what the layer before them has selected: none."""
         return (False,) * fields.count("num_hidden_layers")
 
 
@@ -85,7 +85,7 @@ class GlmMoeDsa(DeepseekV32):
 
     @override
     def shared(self, fields: Fields) -> tuple[bool, ...]:
-        """See `Indexing`: as `indexer_types` lists it, as a pattern has it, or every so many layers one is full."""
+        """Which layers share, as `indexer_types` lists it, as a pattern has it, or every so many layers one is full."""
         layers = fields.count("num_hidden_layers")
         name = "indexer_types" if fields.values.get("indexer_types") is not None else "index_topk_pattern"
         if (kinds := fields.values.get(name)) is None:

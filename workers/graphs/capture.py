@@ -53,7 +53,6 @@ class CapturedSplitStep:
     def __init__(
         self, step: DecodeStep, target: torch.cuda.CUDAGraph, rest: torch.cuda.CUDAGraph, output: StepOutput
     ) -> None:
-        """See `capture_split_steps`."""
         self.step, self._target, self._rest, self.output = step, target, rest, output
 
     def replay(self, masks: Callable[[], TokenMasks | None]) -> StepOutput:

@@ -221,19 +221,19 @@ class GraphRunner:
         return list(self._tails.values())
 
     def step_of(self, key: GraphKey) -> CapturedStep:
-        """Return the graph of this key, and so do the next three; KeyError where it is not captured."""
+        """The graph of a decode step. KeyError where it is not captured."""
         return self._graphs[key]
 
     def split_step_of(self, key: GraphKey) -> CapturedSplitStep:
-        """See `step_of`."""
+        """The two graphs of a decode step under masks. KeyError where they are not captured."""
         return self._split_steps[key]
 
     def stage_of(self, key: TokenKey) -> CapturedStage:
-        """See `step_of`."""
+        """The segments of a token bucket. KeyError where they are not captured."""
         return self._stages[key]
 
     def tail_of(self, key: TokenKey) -> CapturedTail:
-        """See `step_of`."""
+        """The logits-only tail of a token bucket. KeyError where it is not captured."""
         return self._tails[key]
 
     @property

@@ -67,7 +67,6 @@ class HostCache(CacheMemory):
     """Addresses of this process, with an anonymous file behind them or memory that comes when it is touched."""
 
     def __init__(self, size: int) -> None:
-        """See `new` and `reserved`."""
         self.size = size
         self._descriptor = -1
         self._address = self._map(None, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1)

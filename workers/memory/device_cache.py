@@ -37,7 +37,6 @@ class DeviceCache(CacheMemory):
     """A range of addresses of a GPU, with pieces of memory behind them."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """See `new` and `reserved`."""
         self._properties = piece_properties(device)
         self.size, self._device = size, device
         self._descriptors: list[int] = []

@@ -146,7 +146,7 @@ class DeviceWeights(WeightMemory):
     """Pieces of a GPU's memory, one behind the other."""
 
     def __init__(self, size: int, device: torch.device, room: int) -> None:
-        """See `new` and `of`. `room`: `size`, rounded up to whole pieces of the least size."""
+        """Reserve addresses. `room`: `size`, rounded up to whole pieces of the least size."""
         self.size, self._device = size, device
         self._descriptors: list[int] = []
         self._range = AddressRange(room, index_of(device))

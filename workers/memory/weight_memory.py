@@ -62,7 +62,6 @@ class HostWeights(WeightMemory):
     """An anonymous file."""
 
     def __init__(self, descriptor: int, size: int, mapped: mmap.mmap) -> None:
-        """See `new` and `of`."""
         self.size, self._descriptor = size, descriptor
         self._mapped: mmap.mmap | None = mapped
 

@@ -72,7 +72,7 @@ class CompressedModel(Model):
 
     @override
     def rings(self, width: int) -> list[RingSpec]:
-        """Of each layer that of its window, then those of the states of its compressors; then the drafter's. A ring has
+        """That of each layer's window, then those of the states of its compressors; then the drafter's. A ring has
         room for the tokens of a step, which may be rejected drafts, beside those that the first of them needs."""
         entry, found = self.config.cache_width, []
         for layer in self.compression.layers:

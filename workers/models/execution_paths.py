@@ -16,10 +16,11 @@ from kernels.runtime.hopper import is_hopper
 from workers.models.batch import Batch
 from workers.models.choices import Choices
 from workers.models.config import ModelConfig
-from workers.models.general import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS, DecodeOps, GeneralOps
+from workers.models.general import DecodeOps, GeneralOps
 from workers.models.invariant import DeterministicOps
 from workers.models.layer_ops import LayerOps
 from workers.models.small_batch import SmallBatchOps, unsupported
+from workers.models.w8a8 import MIN_TOKENS_W8A8, MIN_TOKENS_W8A8_EXPERTS
 from workers.parallel.group import Group
 from workers.weights.formats import PLAIN
 from workers.weights.formats.format import Format

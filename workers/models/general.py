@@ -7,8 +7,8 @@ features of a norm, G groups of features that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias, TypeGuard
 
 import torch
@@ -19,7 +19,6 @@ from kernels import moe
 from kernels.dequantize import dequantize
 from kernels.fp16_scaled import Fp16Scaled, to_fp16_scaled
 from kernels.linear import (
-    PIECE,
     fits_pending_norm,
     fits_w8a8,
     grouped_linear,
@@ -28,7 +27,6 @@ from kernels.linear import (
     mxfp8_linear,
     mxfp8_pieces,
     normed_linear,
-    padded_scales,
     part_linear,
     parts_of,
     supports_w8a8,
@@ -36,13 +34,12 @@ from kernels.linear import (
     takes_fp16_scaled,
     takes_mxfp8,
     takes_ring,
-    w8a8_linear,
     w8a8_pieces,
 )
 from kernels.matrix import BlockScaled, Matrix, MicroScaled
 from kernels.pending_norm import PIECE as PENDING
 from kernels.pending_norm import PendingNorm
-from kernels.quantize import GROUP, Fp8Rows, quantize, silu_mul_quantize
+from kernels.quantize import GROUP, silu_mul_quantize
 from kernels.residual_streams import add_to_streams
 from kernels.rms_norm import AddNorm, add_rms_norm, enter_rms_norm, rms_norm
 from kernels.rounded_norm import rounded_norm, w8a8_add_norm, w8a8_latent
@@ -51,6 +48,17 @@ from kernels.sigmoid_mul import sigmoid_mul
 from kernels.silu_mul import silu_mul
 from workers.memory.scratch import Scratch
 from workers.models.layer_ops import Gated, LayerOps, Mixture, NormGate
+from workers.models.w8a8 import (
+    MIN_TOKENS_W8A8,
+    MIN_TOKENS_W8A8_EXPERTS,
+    MOST_ROUNDED_BEFORE,
+    RoundedRows,
+    allocate_fp8,
+    gathered,
+    in_fp8,
+    linear_of_fp8,
+    round_rows,
+)
 from workers.parallel.group import Group
 from workers.weights.weight import Formats, Weight
 
@@ -61,25 +69,6 @@ MIN_TOKENS_PARTS: Final = 9
 take 7.3 us where this one takes 3.9 (256 x 7168 weights on one H200, `bench/share.py --layers 8 --timeline`)."""
 ROUTER_PARTS: Final = 16
 """Parts of the sums of few tokens' router logits."""
-MIN_TOKENS_W8A8: Final = 9
-"""Fewest tokens that are rounded to FP8 for products with FP8 weights, where that is allowed: the fewest behind the
-small-batch path (`workers.weights.formats.fp8_blocks.MOST_FP8`), so that no number of tokens between has kernels of its
-own. Of 12 tokens to dequantize first takes 1.5 to 4 times as long (`bench/fp8_linear.py` on one H200)."""
-MOST_ROUNDED_BEFORE: Final = 256
-"""Most tokens whose scales are kept once more, for experts, which want those of a token side by side; of more, experts
-round the tokens again."""
-MIN_TOKENS_W8A8_EXPERTS: Final = 9
-"""The same for products with experts. Of 32 tokens of DeepSeek-V3 experts that widen their weights take 1.05 times as
-long, of 384 1.6 times, of 2048 three times (`bench/moe.py --model v3+shared --format fp8` on one H200)."""
-
-
-@dataclass(frozen=True)
-class RoundedRows:
-    """A norm, and what products with FP8 weights read of it: whoever makes the norm rounds it in the same launch."""
-
-    x_TE: Tensor
-    fp8: Fp8Rows
-
 
 Rows: TypeAlias = Tensor | RoundedRows
 """A norm as this path keeps it, [T, E]."""
@@ -175,16 +164,10 @@ class GeneralOps(LayerOps[Rows]):
             return x_TE
         if not any(format.w8a8 for format in self._formats.all) or not supports_w8a8(x_TE.device):
             return x_TE
-        fp8 = self._allocate_fp8(tokens, hidden, scratch)
+        fp8 = allocate_fp8(tokens, hidden, scratch)
         if tokens <= MOST_ROUNDED_BEFORE:
             fp8 = replace(fp8, by_token_TG=scratch.empty(tokens, hidden // GROUP, dtype=torch.float32))
         return RoundedRows(x_TE, fp8)
-
-    @staticmethod
-    def _allocate_fp8(tokens: int, features: int, scratch: Scratch) -> Fp8Rows:
-        rows = -(-tokens // PIECE) * PIECE
-        number_RK = scratch.empty(rows, features, dtype=torch.float8_e4m3fn)
-        return Fp8Rows(number_RK, scratch.empty(features // GROUP, rows, dtype=torch.float32).t())
 
     @override
     def enter(self, rows_YE: Tensor, id_T: Tensor | None, norm: AddNorm, out: Rows) -> None:
@@ -193,7 +176,7 @@ class GeneralOps(LayerOps[Rows]):
             into = norm.residual_TE, norm.weight_E, out_TE
             enter_rms_norm(rows_YE, id_T, *into, eps=norm.eps, dependent=dependent(out_TE))
             if isinstance(out, RoundedRows):
-                self._round(out)
+                round_rows(out, dependent=dependent(out.x_TE))
             return
         norm.residual_TE.zero_()
         norm.memory.open_TS.fill_(1.0)
@@ -202,12 +185,6 @@ class GeneralOps(LayerOps[Rows]):
         if id_T is not None:
             torch.index_select(rows_YE, 0, id_T, out=out_TE)
         self.add_norm(rows_YE if id_T is None else out_TE, norm, out)
-
-    @staticmethod
-    def _round(x: RoundedRows) -> None:
-        """Round a norm that its maker has not."""
-        into = x.fp8.of(x.x_TE.shape[0])
-        quantize(x.x_TE, *into, by_token_TG=x.fp8.by_token_TG, dependent=dependent(x.x_TE))
 
     @override
     def linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
@@ -227,13 +204,14 @@ class GeneralOps(LayerOps[Rows]):
             elif takes_mxfp8(x_TE, weight):
                 self._mxfp8_linear(x_TE, weight, out_TF, scratch)
             elif self._quantizes_for(weight, out_TF) and x_TE.dtype == torch.bfloat16:
-                self._w8a8_linear(self._in_fp8(x, scratch), weight, out_TF, scratch)
+                early = dependent(out_TF)
+                linear_of_fp8(in_fp8(x, scratch, dependent=early), weight, out_TF, scratch, dependent=early)
             else:  # not dependent: what is dequantized in the launch before must not be read early
                 linear(x_TE, plain(weight_FE, x_TE.dtype, scratch), out_TF)
 
     @override
     def narrow_linear(self, x: Rows, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `LayerOps`; the weight may be in fp32 in a model that is not."""
+        """Multiply by a weight of few outputs, which may be in fp32 in a model that is not."""
         self.wide_linear(tensor_of(x), weight_FE, out_TF, scratch)
 
     def wide_linear(self, x: Tensor, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
@@ -263,33 +241,6 @@ class GeneralOps(LayerOps[Rows]):
         piece_PTB = scratch.empty(*pieces, dtype=torch.float32)
         mxfp8_linear(x_TE, weight_FE, out_TF, piece_PTB, dependent=early)
 
-    @classmethod
-    def _in_fp8(cls, x: Rows, scratch: Scratch, rounding: Callable[..., None] = quantize) -> Fp8Rows:
-        """What `rounding` makes of `x`, unless it has been rounded already. Rows behind the last token hold whatever is
-        there."""
-        if isinstance(x, RoundedRows):
-            return x.fp8
-        tokens, features = x.shape
-        fp8 = cls._allocate_fp8(tokens, features // (1 if rounding is quantize else 2), scratch)
-        rounding(x, *fp8.of(tokens), dependent=dependent(x))
-        return fp8
-
-    @staticmethod
-    def _w8a8_linear(x: Fp8Rows, weight_FE: BlockScaled, out_TF: Tensor, scratch: Scratch) -> None:
-        """out = x · weight^T."""
-        (tokens, outputs), rows = out_TF.shape, x.number_RK.shape[0]
-        pieces = w8a8_pieces(tokens, weight_FE)
-        if pieces is not None:
-            piece_PTB, early = scratch.empty(*pieces, dtype=torch.float32), dependent(out_TF)
-            w8a8_linear(x.number_RK, x.scale_RG, weight_FE, out_TF, pieces=piece_PTB, dependent=early)
-            return
-        sizes = padded_scales(weight_FE)
-        padded = None if sizes is None else scratch.empty(*sizes, dtype=torch.float32)
-        out_RF = out_TF if rows == tokens else scratch.empty(rows, outputs, dtype=out_TF.dtype)
-        w8a8_linear(x.number_RK, x.scale_RG, weight_FE, out_RF, padded)
-        if rows > tokens:
-            out_TF.copy_(out_RF[:tokens])
-
     @override
     def latent_linear(
         self,
@@ -309,7 +260,8 @@ class GeneralOps(LayerOps[Rows]):
             pieces = w8a8_pieces(tokens, weight)
             if pieces is not None:
                 with scratch.scope():
-                    fp8, piece_PTB = self._in_fp8(x, scratch), scratch.empty(*pieces, dtype=torch.float32)
+                    fp8 = in_fp8(x, scratch, dependent=early)
+                    piece_PTB = scratch.empty(*pieces, dtype=torch.float32)
                     w8a8_latent(
                         fp8,
                         weight,
@@ -374,7 +326,7 @@ class GeneralOps(LayerOps[Rows]):
             self.linear(low_TR, gate.up_ER, gate_TE, scratch)
             sigmoid_mul(x_T1E, gate_TE.unsqueeze(1), x_T1E, dependent=dependent(x_TE))
         if isinstance(x, RoundedRows):
-            self._round(x)
+            round_rows(x, dependent=dependent(x.x_TE))
 
     @override
     def beside(self, normed: Rows, x_TA: Tensor, scratch: Scratch) -> Tensor:
@@ -385,7 +337,7 @@ class GeneralOps(LayerOps[Rows]):
 
     @override
     def gated(self, x: Rows, gate_up_FE: Weight, scratch: Scratch, limit: float = 0.0) -> Tensor:
-        """See `LayerOps`; `limit`: see `kernels.silu_mul`."""
+        """silu(gate) * up of the product with a matrix of both; `limit`: see `kernels.silu_mul`."""
         x_TE = tensor_of(x)
         tokens, features = x_TE.shape[0], gate_up_FE.shape[0]
         gate_up_TF = scratch.empty(tokens, features, dtype=x_TE.dtype)
@@ -423,9 +375,11 @@ class GeneralOps(LayerOps[Rows]):
         if pieces is None:
             return False
         with scratch.scope():
-            fp8, piece_PTB = self._in_fp8(x_TF, scratch), scratch.empty(*pieces, dtype=torch.float32)
+            early = dependent(x_TF)
+            fp8 = in_fp8(x_TF, scratch, dependent=early)
+            piece_PTB = scratch.empty(*pieces, dtype=torch.float32)
             into = norm.residual_TE, norm.weight_E, out.x_TE, out.fp8
-            w8a8_add_norm(fp8, weight, *into, pieces=piece_PTB, eps=norm.eps, dependent=dependent(x_TF))
+            w8a8_add_norm(fp8, weight, *into, pieces=piece_PTB, eps=norm.eps, dependent=early)
         return True
 
     @override
@@ -441,7 +395,9 @@ class GeneralOps(LayerOps[Rows]):
         with scratch.scope():
             gate_up_TF = scratch.empty(x_TE.shape[0], gate_up_FE.shape[0], dtype=x_TE.dtype)
             self.linear(x, gate_up_FE, gate_up_TF, scratch)
-            self._w8a8_linear(self._in_fp8(gate_up_TF, scratch, silu_mul_quantize), down, part_TE, scratch)
+            early = dependent(x_TE)
+            rows = in_fp8(gate_up_TF, scratch, silu_mul_quantize, dependent=early)
+            linear_of_fp8(rows, down, part_TE, scratch, dependent=early)
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)
         self.add_norm(out_TE, norm, out)
@@ -456,7 +412,7 @@ class GeneralOps(LayerOps[Rows]):
             into = norm.residual_TE, norm.memory, norm.gates, norm.weight_E, out_TE
             add_to_streams(x_TE, *into, eps=norm.eps, invariant=self.invariant, dependent=early)
             if isinstance(out, RoundedRows):
-                self._round(out)
+                round_rows(out, dependent=dependent(out.x_TE))
             return
         if isinstance(out, RoundedRows) and x_TE.dim() == 2:
             residual_TE = norm.residual_TE
@@ -464,7 +420,7 @@ class GeneralOps(LayerOps[Rows]):
             return
         add_rms_norm(x_TE, norm.residual_TE, norm.weight_E, out_TE, eps=norm.eps, dependent=early)
         if isinstance(out, RoundedRows):
-            self._round(out)
+            round_rows(out, dependent=dependent(out.x_TE))
 
     @override
     def add_experts(
@@ -477,7 +433,7 @@ class GeneralOps(LayerOps[Rows]):
         live_R: Tensor | None,
         given: moe.GivenExperts | None = None,
     ) -> None:
-        """See `LayerOps`; `given`: the experts that tokens have, where these are not to be chosen."""
+        """Add the output of experts. `given`: the experts that tokens have, where these are not to be chosen."""
         own_TE = None
         if mixture.shared is not None:
             limit = mixture.routing.limit if mixture.routing.shared_limit else 0.0
@@ -510,7 +466,7 @@ class GeneralOps(LayerOps[Rows]):
         live_R: Tensor | None = None,
         given: moe.GivenExperts | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `choose_experts`."""
+        """Choose every token's experts, and their weights (`choose_experts`)."""
         early, router_XE = dependent(x_TE), mixture.router_XE
         wide_TE = x_TE if x_TE.dtype == router_XE.data.dtype else _widened(x_TE, scratch)
         logits = self.router(wide_TE, router_XE, scratch)
@@ -566,7 +522,7 @@ class GeneralOps(LayerOps[Rows]):
             before_TE=own_TE,
             workspace=workspace,
             quantize_activations=self.quantize_activations and x_TE.shape[0] >= MIN_TOKENS_W8A8_EXPERTS,
-            rounded=self._gathered(x) if isinstance(x, RoundedRows) else None,
+            rounded=gathered(x) if isinstance(x, RoundedRows) else None,
             limit=mixture.routing.limit,
             round_to=out.fp8 if alone and isinstance(out, RoundedRows) else None,
             # Few tokens' kernels are so short that the gaps between them count; they stand side by side.
@@ -577,13 +533,6 @@ class GeneralOps(LayerOps[Rows]):
         if not self._alone:
             self.group.all_reduce(part_TE, out_TE)
         self.add_experts_sum(out, mixture, norm)
-
-    @staticmethod
-    def _gathered(x: RoundedRows) -> tuple[Tensor, Tensor] | None:
-        """What experts gather of tokens that have been rounded; None where they round them themselves."""
-        if x.fp8.by_token_TG is None:
-            return None
-        return x.fp8.of(x.x_TE.shape[0])[0], x.fp8.by_token_TG
 
     def add_experts_sum(self, out: Rows, mixture: Mixture, norm: AddNorm) -> None:
         """residual += what `out` has, or its norm where the mixture has one; `out` = rms_norm(residual)."""

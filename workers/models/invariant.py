@@ -91,8 +91,8 @@ class DeterministicOps(GeneralOps):
         scratch: Scratch,
         own_TE: Tensor | None = None,
     ) -> None:
-        """See `GeneralOps`, without `own_TE`; a group's sum has the token's experts in the order of its choice, the
-        shared ones last."""
+        """Add the sum over experts, without `own_TE`; a group's sum has the token's experts in the order of its choice,
+        the shared ones last."""
         gate_up_XFE, down_XEI = mixture.gate_up_XFE.matrix, mixture.down_XEI.matrix
         x_TE, out_TE, limit = tensor_of(x), tensor_of(out), mixture.routing.limit
         groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape

@@ -80,7 +80,7 @@ class SmallBatchOps(LayerOps[PendingNorm]):
 
     @override
     def allocate_residual(self, tokens: int, hidden: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-        """See `LayerOps`: fp32."""
+        """Memory in fp32, whatever `dtype`."""
         return scratch.empty(tokens, hidden, dtype=torch.float32)
 
     @override
@@ -99,7 +99,7 @@ class SmallBatchOps(LayerOps[PendingNorm]):
 
     @override
     def narrow_linear(self, x: PendingNorm, weight_FE: Weight, out_TF: Tensor, scratch: Scratch) -> None:
-        """See `LayerOps`: as router logits, by a program for every row or two."""
+        """Multiply as router logits are made, by a program for every row or two."""
         few_experts.router(x, weight_FE.plain, out_TF, dependent=self._dependent)
 
     @override

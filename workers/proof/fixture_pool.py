@@ -46,7 +46,7 @@ class FreePages:
         return tuple(self._of[owner].pop(0) for owner in owners)
 
     def _left_over(self, count: int) -> list[int]:
-        """Of each shard with which a row of so many pages may begin: the fewest pages that are left of any one's."""
+        """The fewest pages that are left of any shard's, for each shard with which a row of so many pages may begin."""
         have, shards = list(map(len, self._of)), self._shards
         needed = [shards.in_turns(first, 0, count) for first in range(shards.count)]
         return [min(some - taken for some, taken in zip(have, one, strict=True)) for one in needed]

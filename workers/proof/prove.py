@@ -71,7 +71,6 @@ class GraphProof:
         masks: StepMasks | None = None,
         inherited: SelfTestReport | None = None,
     ) -> None:
-        """See `prove`."""
         self._parts, self._graphs, self._progress = parts, graphs, progress
         self._masks, self._inherited = RandomMasks(masks), inherited
         self._began, self._seconds = time.time(), 0.0

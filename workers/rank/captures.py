@@ -51,7 +51,7 @@ class Captures:
 
     @property
     def pages(self) -> tuple[tuple[int, int], ...]:
-        """Of each portion that is left the pages that its proof takes, and the fewest that will do."""
+        """Pages that the proof of each portion that is left takes, and the fewest that will do."""
         return tuple(map(self._pages, self._graphs.left))
 
     def _pages(self, portion: Portion) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class _News:
         self._send(GrammarReady(grammar_id, error))
 
     def progress(self, grammar_id: int, seconds: float) -> None:
-        """See `GrammarProgress`."""
+        """Tell how long a grammar has been worked on."""
         self._send(GrammarProgress(grammar_id, seconds))
 
     def moved(self, message: Moved | DiskMoved) -> None:

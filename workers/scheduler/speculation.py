@@ -1,12 +1,12 @@
 """Chooses how many tokens the decode rows of the next step feed, so that as many as possible are accepted a second.
 
 A step of width w takes T(rows, w) seconds and gives each row 1 + P_1 + ... + P_(w - 1) tokens, where P_j is the
-probability that its first j drafts all stand. Times were measured when the replica proved its steps, and follow what
-steps take since; probabilities follow what stands (`Acceptance`). Tokens do not depend on the width, so choosing badly
-costs time and nothing else.
+probability that its first j drafts are all accepted. Times were measured when the replica proved its steps, and follow
+what steps take since; probabilities follow what is accepted (`Acceptance`). Tokens do not depend on the width, so
+choosing badly costs time and nothing else.
 
-Only widths that are run show what they take and what stands. So from time to time a few steps are of another width, of
-each one in turn that may be better by now. They may lose less than a hundredth of the time.
+Only widths that are run show what they take and what is accepted. So from time to time a few steps are of another
+width, of each one in turn that may be better by now. They may lose less than a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Speculation:
             self._exploring -= 1
 
     def observe(self, width: int, rows: Collection[tuple[Sequence, int]], seconds: float, *, alone: bool) -> None:
-        """An applied step: its live decode rows, and how many drafts of each stood. `alone`: it had no prefill rows, so
-        its time is that of decode rows."""
+        """An applied step: its live decode rows, and how many drafts of each were accepted. `alone`: it had no prefill
+        rows, so its time is that of decode rows."""
         usual = self._in_flight.popleft() if self._in_flight else True
         if not rows:
             return
@@ -193,9 +193,10 @@ PRIOR: Final = 0.7
 LEAST_WEIGHT: Final = 8.0
 """Drafts that the prior counts for, and that what is known counts for when it has not been tried for long."""
 MEMORY: Final = 256
-"""Drafts after which what stood before has about a third of its weight left; or steps in which none was tried."""
+"""Drafts after which what was accepted before has about a third of its weight left; or steps in which none was
+tried."""
 ROW_MEMORY: Final = 64
-"""Steps after which what stood before in a row has about a third of its weight left."""
+"""Steps after which what was accepted before in a row has about a third of its weight left."""
 ROW_PRIOR: Final = 16.0
 """Steps that all rows together count for in what is taken for a row's."""
 MOST_ROWS: Final = 32
@@ -222,7 +223,7 @@ class Acceptance:
         followed."""
 
     def after(self, position: int) -> float:
-        """Probability that the draft at `position` (from 0) stands where those before it do."""
+        """Probability that the draft at `position` (from 0) is accepted where those before it are."""
         return self._accepted[position] / self._reached[position]
 
     def by_position(self) -> tuple[float, ...]:
@@ -239,7 +240,7 @@ class Acceptance:
         return gained
 
     def observe(self, drafts: int, rows: Collection[tuple[Sequence, int]]) -> None:
-        """A step in which every row had so many drafts, of which that many stood."""
+        """A step in which every row had so many drafts, of which that many were accepted."""
         reached = len(rows)
         for position in range(len(self._reached)):
             if position < drafts and reached:
@@ -257,7 +258,8 @@ class Acceptance:
         self._accepted[position] *= keep
 
     def _follow(self, drafts: int, rows: Collection[tuple[Sequence, int]]) -> list[float]:
-        """The mean over rows of what is known of each. A row's figures are how often its first j drafts all stood."""
+        """The mean over rows of what is known of each. A row's figures are how often its first j drafts were all
+        accepted."""
         positions, keep = len(self._reached), 1 - 1 / ROW_MEMORY
         usual, chance = [], 1.0
         for position in range(positions):
@@ -289,7 +291,7 @@ class Baseline:
         self._offered = self._accepted = 0
 
     def observe(self, rows: Collection[tuple[Sequence, int]]) -> None:
-        """A step whose rows had drafts, of which so many stood."""
+        """A step whose rows had drafts, of which so many were accepted."""
         self._offered += len(rows)
         self._accepted += sum(accepted > 0 for _, accepted in rows)
         if self._offered < WINDOW:
@@ -307,11 +309,11 @@ class Baseline:
             self._fallen = True
             self.falls += 1
             logger.warning(
-                "fewer drafts stand than usual: %.0f%% of the last %d first drafts, %.0f%% before",
+                "fewer drafts are accepted than usual: %.0f%% of the last %d first drafts, %.0f%% before",
                 100 * share,
                 WINDOW,
                 100 * self._usual,
             )
         elif self._fallen and share > RECOVERED * self._usual:
             self._fallen = False
-            logger.info("as many drafts stand as before: %.0f%%", 100 * share)
+            logger.info("as many drafts are accepted as before: %.0f%%", 100 * share)

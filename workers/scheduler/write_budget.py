@@ -26,7 +26,7 @@ class WriteBudget:
 
     @property
     def spare(self) -> int:
-        """Of these, pages above half of what can be saved up."""
+        """Pages of these above half of what can be saved up."""
         return self.left if math.isinf(self._most) else self._whole(self._now() - self._most / 2)
 
     def take(self, pages: int) -> None:

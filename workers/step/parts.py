@@ -110,7 +110,7 @@ class StepParts:
         return scratch.empty(tokens, self.drafter.keeps, dtype=torch.int32)
 
     def verified(self, slot_R: torch.Tensor, scratch: Scratch) -> torch.Tensor | None:
-        """int64 [R]: the most drafts of each row that are verified, because those behind them are unlikely to stand.
+        """int64 [R]: most drafts of each row that are verified: those behind them are unlikely to be accepted.
         None where all are. Memory comes from `scratch`: decode steps are captured."""
         drafter, state = self.model.drafter, self.state.tensors
         if self.width == 1 or drafter is None or not drafter.least_confidence:
@@ -122,7 +122,7 @@ class StepParts:
         return verified_R.neg_().add_(state.draft_SK.shape[1])
 
     def wanted(self, slot_R: torch.Tensor, width: int, scratch: Scratch) -> torch.Tensor | None:
-        """See `DecodeBatch.wanted_R`, of rows that feed `width` tokens. Memory comes from `scratch`."""
+        """Tokens that are wanted (`DecodeBatch.wanted_R`) of rows that feed `width` tokens, in memory of `scratch`."""
         verified_R = self.verified(slot_R, scratch)
         return None if verified_R is None else verified_R.add_(1).clamp_(max=width)
 
@@ -167,11 +167,9 @@ class _Drafted:
 
     @property
     def state(self) -> SlotTensors:
-        """See `DraftedRows`."""
         return self.parts.state.tensors
 
     def choose(self, logits: Callable[[], torch.Tensor], index: int) -> torch.Tensor:
-        """See `DraftedRows`."""
         parts, scratch = self.parts, self.scratch
         if index:
             fed_R, self.position_R = self.position_R, scratch.empty(self.slot_R.shape[0], dtype=torch.int64)
@@ -187,7 +185,6 @@ class _Drafted:
         return parts.group.broadcast(token_R)
 
     def feed(self, token_R: torch.Tensor, index: int) -> Batch:
-        """See `DraftedRows`."""
         rows, scratch = self.slot_R.shape[0], self.scratch
         self.position_R = scratch.empty(rows, dtype=torch.int64)
         cache_slot_R = scratch.empty(rows, dtype=torch.int64)
@@ -198,7 +195,6 @@ class _Drafted:
         return Batch(*where, decode, None, first=1, given_TS=self.kept_RS, dense=self.dense)
 
     def verify(self, likely_R: torch.Tensor, drafts: int) -> None:
-        """See `DraftedRows`."""
         unlikely_S, most, scratch = self.state.unlikely_S, self.state.draft_SK.shape[1], self.scratch
         with scratch.scope():
             unlikely_R = scratch.empty(len(self.slot_R), dtype=torch.int64)

@@ -66,7 +66,7 @@ class SamplingState:
         """Ids that were none so far; `kernels.verify.accept_drafts` adds to it too. The first ends the replica
         (`SamplingFault`)."""
         self.invalid_drafts_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        """Drafts from logits that were no finite numbers. They are token 0, which seldom stands and never harms."""
+        """Drafts from logits that were no finite numbers. They are token 0, seldom accepted and never of harm."""
         self.dependent = launches_dependently(device)
         """Launch with programmatic dependent launch."""
         self._logprobs = Logprobs(vocab, device)

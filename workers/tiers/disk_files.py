@@ -263,7 +263,7 @@ def segment_name(number: int) -> str:
 
 
 def _digest(named: bytes, record_B: NDArray[np.uint8]) -> bytes:
-    """Of a page's header and contents: a CRC of each block of these, hashed with the rest."""
+    """Digest of a page's header and contents: a CRC of each block of these, hashed with the rest."""
     view = record_B.data
     parts = [zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
     return blake2b(named + struct.pack(f"<{len(parts)}I", *parts), digest_size=_DIGEST_BYTES).digest()
@@ -359,7 +359,7 @@ def _existing(base: Path, root: bytes) -> tuple[Path, list[int]] | None:
 
 
 def _numbers(base: Path) -> list[int]:
-    """Of the folders that are there."""
+    """Numbers of the folders that are there."""
     return [int(path.name) for path in base.iterdir() if re.fullmatch(r"0|[1-9]\d{0,5}", path.name)]
 
 

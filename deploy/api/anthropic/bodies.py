@@ -10,7 +10,8 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, WithJsonSchema
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, TooLong, invalid, unsupported
-from deploy.api.job.bodies import Body, ChatBody, SamplingFields, TextPart
+from deploy.api.job.bodies import Body, SamplingFields
+from deploy.api.job.chat_bodies import ChatBody, TextPart
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.changed_tools import CHANGES, told_by_turns
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Final, Literal
 
 import orjson
 from pydantic import ConfigDict
+from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, DraftTokens, Piece, draft_counts
-from deploy.api.generation.generate import named_event
+from deploy.api.generation.generate import Format, named_event
 from deploy.api.http.openapi import Answer
 from deploy.api.job.job import Job
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
@@ -102,8 +103,8 @@ class MessageTokens(Answer):
     input_tokens: int
 
 
-class MessagesFormat:
-    """/v1/messages. See `Format`; of one answer."""
+class MessagesFormat(Format):
+    """/v1/messages, of one answer."""
 
     def __init__(self, job: Job, request_id: str) -> None:
         self._job = job
@@ -113,34 +114,36 @@ class MessagesFormat:
         self._open = ""
         """The type of the block that is open; empty if none is."""
 
+    @override
     def opening(self, choice: Choice) -> bytes | None:
         """The message before it has content."""
         nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = {**self._head, **nothing, "usage": self._usage(choice)}
         return named_event({"type": "message_start", "message": message})
 
+    @override
     def template(self, index: int) -> tuple[bytes, bytes]:
-        """See `Format`."""
         raise NotImplementedError("the text of messages is told apart")
 
+    @override
     def writer(self, index: int) -> Callable[[Piece], bytes]:
-        """See `Format`."""
         return self._written
 
+    @override
     def chunk(self, choice: Choice, text: Piece) -> bytes:
-        """See `Format`."""
         written = self._written(text)
         if choice.finish is None:
             return written
         end = {"type": "message_delta", "delta": _ending(choice), "usage": self._usage(choice)}
         return written + self._close() + named_event(end) + named_event({"type": "message_stop"})
 
+    @override
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """Add nothing: the events before are all."""
         return b""
 
+    @override
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
-        """See `Format`."""
         [choice], [text] = choices, texts
         content = blocks_of(text if isinstance(text, list) else [Content(text)] if text else [])
         whole = {**self._head, "content": content, **_ending(choice), "usage": self._usage(choice)}

@@ -65,7 +65,7 @@ class AccessLayer:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Answer, and note the answer in the log and the metrics."""
         if scope["type"] == "websocket":
             await refuse_websocket(scope, receive, send)
             return
@@ -147,7 +147,7 @@ class DeadlineLayer:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Answer, unless the request's own time limit ends before."""
         limit = limit_of(scope) if scope["type"] == "http" else None
         if limit is None:
             await self._app(scope, receive, send)

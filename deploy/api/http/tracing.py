@@ -33,7 +33,7 @@ class TracingLayer:
         self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the ASGI specification."""
+        """Answer within a span of the request."""
         if scope["type"] != "http" or scope["path"] in QUIET:
             await self._app(scope, receive, send)
             return

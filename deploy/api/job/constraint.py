@@ -11,7 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from deploy.api.http.errors import invalid, unsupported
-from deploy.api.job.bodies import FORMS, ChatBody, GenerationBody
+from deploy.api.job.bodies import FORMS, GenerationBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.model import Reading
 from deploy.api.job.tool_binding import Bound, bind, opened, said, wrong_tools
 from deploy.api.job.tools import AllowedToolsChoice, NamedTool, may_answer

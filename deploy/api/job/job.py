@@ -12,7 +12,8 @@ import msgspec
 from deploy.api.http.body import Incoming, parse_object, validate
 from deploy.api.http.draws import Draws
 from deploy.api.http.errors import invalid
-from deploy.api.job.bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from deploy.api.job.bodies import CompletionBody, GenerationBody, StreamOptions
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.constraint import UNCONSTRAINED, requested_grammar
 from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.model import Reading, ServedModel, too_long

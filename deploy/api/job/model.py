@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import kernels
 from deploy.api.http.errors import ApiError, TooLong, engine_down, invalid, model_not_found, unsupported
-from deploy.api.job.bodies import ChatBody, ChatTemplateFields
+from deploy.api.job.chat_bodies import ChatBody, ChatTemplateFields
 from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.tools import may_answer, shown
 from deploy.config.api import ApiConfig

@@ -66,7 +66,7 @@ class AllowedTools(BaseModel):
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tools."""
+        """Names of the tools."""
         return frozenset(tool.function.name for tool in self.tools)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+from typing_extensions import override
+
 from deploy.api.generation.choice import Choice, Piece
 from deploy.api.http.body import Incoming
 from deploy.api.http.errors import invalid
@@ -90,6 +92,7 @@ class CompletionFormat(AnswerFormat):
             return prompt.text
         return self._tokenizer.decode(prompt.ids, self._job.skip_special_tokens) if self._tokenizer is not None else ""
 
+    @override
     def opening(self, choice: Choice) -> bytes | None:
         """The prompt, when it is to be echoed."""
         self._begun.append(choice)
@@ -102,8 +105,8 @@ class CompletionFormat(AnswerFormat):
 
     _open_end = {"logprobs": None, "finish_reason": None}  # noqa: RUF012
 
+    @override
     def template(self, index: int) -> tuple[bytes, bytes]:
-        """See `Format`."""
         return self._split({"index": index, "text": MARK, **self._open_end})
 
     def _choice(self, choice: Choice, text: Piece, whole: bool = False) -> dict[str, Any]:
@@ -115,12 +118,12 @@ class CompletionFormat(AnswerFormat):
         head = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return head | self._of_prompt(choice) | self._details(choice)
 
+    @override
     def chunk(self, choice: Choice, text: Piece) -> bytes:
-        """See `Format`."""
         return self._event([self._choice(choice, text)])
 
+    @override
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
-        """See `Format`."""
         prompts = [self._prompt_text(choice) if self._job.echo else "" for choice in choices]
         counts = usage(self._job, choices)
         bodies = [

@@ -12,7 +12,7 @@ import orjson
 from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, draft_counts
-from deploy.api.generation.generate import data_event
+from deploy.api.generation.generate import Format, data_event
 from deploy.api.job.job import Job
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
 from deploy.text.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def most_probable(logprob: TopLogprobs, count: int, named: Sequence[int]) -> lis
     return ranked + [entry for entry in zip(named, logprob.named, strict=True) if entry[0] not in listed]
 
 
-class AnswerFormat:
+class AnswerFormat(Format):
     """Base of the formats of completions and chats. `request_id` becomes the answer's id, `fingerprint` its own."""
 
     chunk_object = ""
@@ -94,12 +94,13 @@ class AnswerFormat:
         head, tail = self._event([choice]).split(orjson.dumps(MARK))
         return head, tail
 
+    @override
     def writer(self, index: int) -> Callable[[Piece], bytes]:
-        """See `Format`."""
         raise NotImplementedError("only the text of chats is told apart")
 
+    @override
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """See `Format`: the counts, where they are asked for, and the word that no more comes."""
+        """The counts, where they are asked for, and the word that no more comes."""
         counts = self._event([], usage=usage(self._job, choices)) if self._job.include_usage else b""
         return counts + DONE
 
@@ -139,13 +140,14 @@ class ChatFormat(AnswerFormat):
     def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    @override
     def opening(self, choice: Choice) -> bytes | None:
         """The role."""
         self._begun.append(choice)
         return self._event([self._delta(choice.index, {"role": "assistant", "content": ""})])
 
+    @override
     def template(self, index: int) -> tuple[bytes, bytes]:
-        """See `Format`."""
         return self._split(self._delta(index, {"content": MARK}))
 
     @override
@@ -172,12 +174,12 @@ class ChatFormat(AnswerFormat):
             "finish_reason": choice.finish_reason,
         } | self._details(choice)
 
+    @override
     def chunk(self, choice: Choice, text: Piece) -> bytes:
-        """See `Format`."""
         return self._event([self._choice(choice, {"delta": _delta(text)})])
 
+    @override
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
-        """See `Format`."""
         counts = usage(self._job, choices)
         bodies = [
             self._choice(choice, {"message": message_of([Content(text)] if isinstance(text, str) else text)})

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from deploy.api.generation.generate import Generator
 from deploy.api.http.body import Intake, parse_object, validate
 from deploy.api.http.openapi import Endpoints
-from deploy.api.job.bodies import Body, ChatBody, ChatTemplateFields, CompletionBody
+from deploy.api.job.bodies import Body, CompletionBody
+from deploy.api.job.chat_bodies import ChatBody, ChatTemplateFields
 from deploy.api.job.job import chat_job, check_ids, parse_generation
 from deploy.api.job.model import ServedModel
 from deploy.api.job.unsupported import reject_unsupported

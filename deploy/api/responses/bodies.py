@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from deploy.api.http.body import parse_object, validate
 from deploy.api.http.errors import ApiError, invalid, unsupported
-from deploy.api.job.bodies import ChatBody, SamplingFields, StopStrings
+from deploy.api.job.bodies import SamplingFields, StopStrings
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.unsupported import VERBOSITIES, reject_unsupported
 from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, Content, content_of
 from deploy.text.effort import checked

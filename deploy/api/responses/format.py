@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Final, Literal
 
 import orjson
 from pydantic import ConfigDict
+from typing_extensions import override
 
 from deploy.api.generation.choice import Choice, Piece, draft_counts
-from deploy.api.generation.generate import named_event
+from deploy.api.generation.generate import Format, named_event
 from deploy.api.http.draws import Draws
 from deploy.api.http.errors import invalid
 from deploy.api.http.openapi import Answer
@@ -51,8 +52,8 @@ class ResponseEvent(Answer):
     own_failure: ClassVar[bool] = True
 
 
-class ResponsesFormat:
-    """/v1/responses. See `Format`; of one answer."""
+class ResponsesFormat(Format):
+    """/v1/responses, of one answer."""
 
     def __init__(
         self,
@@ -96,21 +97,22 @@ class ResponsesFormat:
         except TypeError:
             raise invalid("tools and text come back with the answer, and one of them is nested too deeply") from None
 
+    @override
     def opening(self, choice: Choice) -> bytes | None:
         """The response before it has output."""
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return b"".join(self._numbered({"type": f"response.{kind}", "response": begun}) for kind in _BEGINNINGS)
 
+    @override
     def template(self, index: int) -> tuple[bytes, bytes]:
-        """See `Format`."""
         raise NotImplementedError("the text of responses is told apart")
 
+    @override
     def writer(self, index: int) -> Callable[[Piece], bytes]:
-        """See `Format`."""
         return self._written
 
+    @override
     def chunk(self, choice: Choice, text: Piece) -> bytes:
-        """See `Format`."""
         written = self._written(text)
         if choice.finish is None:
             return written
@@ -118,12 +120,13 @@ class ResponsesFormat:
         last = b"".join(map(self._numbered, self._items.close(status)))
         return written + last + self._numbered({"type": f"response.{status}", "response": self._ended(choice)})
 
+    @override
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """Add nothing: the events before are all."""
         return b""
 
+    @override
     def answer(self, choices: Sequence[Choice], texts: Sequence[Piece]) -> bytes:
-        """See `Format`."""
         [choice], [text] = choices, texts
         self._written(text)
         self._items.close(_status(choice))

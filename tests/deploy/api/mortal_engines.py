@@ -48,7 +48,6 @@ class MortalClient:
         self._running = asyncio.get_running_loop().create_task(self._run())
 
     def generate(self, request: Request, mailbox: OutputMailbox) -> None:
-        """See `EngineClient.generate`."""
         refusal = self.engine.scheduler.add(request)
         assert refusal is None, refusal
         self._mailboxes[request.request_id] = mailbox
@@ -59,12 +58,10 @@ class MortalClient:
         self._work.set()
 
     def abandon(self, request_id: str) -> None:
-        """See `EngineClient.abandon`."""
         if self._mailboxes.pop(request_id, None) is not None and not self.fault:
             self.engine.scheduler.cancel(request_id)
 
     async def close(self) -> None:
-        """See `EngineClient.close`."""
         self._running.cancel()
 
     def die(self) -> None:

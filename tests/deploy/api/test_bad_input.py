@@ -24,7 +24,7 @@ from deploy.api.app import create_app
 from deploy.api.http import body
 from deploy.api.http.body import validate
 from deploy.api.http.errors import ApiError
-from deploy.api.job.bodies import ChatBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.unsupported import UNSUPPORTED as UNSUPPORTED_FIELDS
 from deploy.api.openai.completions import parse_prompts
 from deploy.config.api import ApiConfig

@@ -19,7 +19,7 @@ from tiny_tokenizer import with_special
 from tool_templates import DEEPSEEK_V31, GLM, KIMI
 
 from deploy.api.app import create_app
-from deploy.api.job.bodies import ChatBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig
 from deploy.parsing.events import CallEnd

@@ -12,7 +12,7 @@ from tiny_tokenizer import tiny, without_template
 from tool_templates import GLM, KIMI, KIMI_K25
 
 from deploy.api.http.errors import ApiError
-from deploy.api.job.bodies import ROLES, ChatBody
+from deploy.api.job.chat_bodies import ROLES, ChatBody
 from deploy.api.job.job import parse_generation
 from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig

@@ -14,7 +14,8 @@ from tool_templates import KIMI
 
 from deploy.api.anthropic.bodies import MessagesBody
 from deploy.api.app import create_app
-from deploy.api.job.bodies import SHARED, ChatBody, CompletionBody
+from deploy.api.job.bodies import SHARED, CompletionBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.unsupported import AT, ELSEWHERE, UNSUPPORTED, refused_at
 from deploy.api.responses.bodies import ResponsesBody
 from deploy.config.api import ApiConfig

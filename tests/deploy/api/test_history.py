@@ -18,7 +18,7 @@ from tiny_tokenizer import tiny, without_template
 from tool_templates import DEEPSEEK_V31, GLM, KIMI, KIMI_K25
 
 from deploy.api.app import create_app
-from deploy.api.job.bodies import ChatBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.job import parse_generation
 from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig

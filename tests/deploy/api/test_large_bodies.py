@@ -19,7 +19,8 @@ from tiny_tokenizer import tiny
 from deploy.api.app import create_app
 from deploy.api.http.body import UNCOUNTED
 from deploy.api.job import model
-from deploy.api.job.bodies import ChatBody, CompletionBody
+from deploy.api.job.bodies import CompletionBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.openai.routes import DetokenizeBody, TokenizeChatBody
 from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_TEMPLATE_VARIABLES

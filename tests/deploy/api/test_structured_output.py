@@ -16,7 +16,8 @@ from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
 from deploy.api.http.errors import ApiError
-from deploy.api.job.bodies import FORMS, ChatBody
+from deploy.api.job.bodies import FORMS
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.constraint import requested_grammar
 from deploy.api.job.model import Reader
 from deploy.config.api import ApiConfig

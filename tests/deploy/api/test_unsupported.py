@@ -10,7 +10,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from deploy.api.http.errors import ApiError
-from deploy.api.job.bodies import ChatBody, CompletionBody
+from deploy.api.job.bodies import CompletionBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.job import parse_generation
 from deploy.api.job.unsupported import ELSEWHERE, UNSUPPORTED, refused_at, reject_unsupported
 from deploy.api.openai.routes import parse_tokenize

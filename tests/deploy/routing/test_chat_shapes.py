@@ -11,7 +11,7 @@ import pytest
 
 from deploy.api.anthropic.bodies import parse_messages
 from deploy.api.http.body import parse_object, validate
-from deploy.api.job.bodies import ChatBody
+from deploy.api.job.chat_bodies import ChatBody
 from deploy.api.job.model import render_messages
 from deploy.api.responses.bodies import chat_of, messages_of, parse_response, tools_of
 from deploy.config.api import ApiConfig

@@ -55,7 +55,6 @@ class ScriptedEngine:
         return [*ids[: request.sampling.max_tokens - 1], 1]
 
     async def generate(self, request: Any) -> AsyncIterator[Any]:
-        """See `workers.protocol.front.Engine`."""
         from fake_engine import scores_of
 
         from workers.protocol.messages import RequestOutput
@@ -78,7 +77,7 @@ class ScriptedEngine:
             at, first = end, False
 
     async def health_check(self) -> None:
-        """See `workers.protocol.front.Engine`."""
+        """Sound at any time."""
 
 
 @dataclass

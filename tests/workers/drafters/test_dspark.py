@@ -129,7 +129,6 @@ def note_drafts(patch: pytest.MonkeyPatch) -> list[Drafts]:
 
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
-    """See `note_drafts`."""
     return note_drafts(monkeypatch)
 
 

@@ -24,7 +24,7 @@ from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.families import load_model
 from workers.graphs import capture, graph_runner, segments
-from workers.models import general
+from workers.models import general, w8a8
 from workers.models.attention import sparse_rows, sparse_workspaces
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
@@ -263,7 +263,7 @@ def test_weights_in_fp8_compile_nothing_late(
     """Tokens that are rounded, and fewer that are not, behind every number of rows."""
     quantized, _ = checkpoints(tmp_path)
     monkeypatch.setattr(general, "supports_w8a8", lambda device: True)
-    monkeypatch.setattr(general, "w8a8_linear", lambda *_: None)
+    monkeypatch.setattr(w8a8, "w8a8_linear", lambda *_: None)
     config = settings(str(quantized), width, max_rows=13, max_context=300, activations=activations)
     start = Start(monkeypatch, config)
     assert late(start, 96, seed=3) == []

@@ -52,7 +52,6 @@ class RandomWidths(Speculation):
         self._rng = random.Random(seed)
 
     def choose(self, rows: int) -> tuple[int, int]:
-        """See `Speculation`."""
         return 1 + self._rng.randint(0, self._made), self._rng.randint(0, self._most - 1)
 
 

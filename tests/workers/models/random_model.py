@@ -50,11 +50,9 @@ class RandomWeights(WeightSource):
     """Routed experts are in INT4, of numbers and scales that have the same deviation."""
 
     def stored_format(self, name: str) -> Format:
-        """See `WeightSource`."""
         return INT4_GROUPS if self.int4_experts and ".experts." in name else PLAIN
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
-        """See `WeightSource`."""
         if into.scales is None:
             super().fill_matrix(into, part)
             return

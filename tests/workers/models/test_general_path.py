@@ -15,7 +15,7 @@ from kernels.matrix import BlockScaled
 from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
-from workers.models import general
+from workers.models import general, w8a8
 from workers.models.general import DecodeOps, GeneralOps
 from workers.models.invariant import DeterministicOps
 from workers.models.layer_ops import Gated, Mixture
@@ -43,8 +43,8 @@ def test_experts_are_launched_dependently_where_the_device_can(able: bool, monke
     ("quantize_activations", "tokens", "want"),
     [
         (False, 100, False),
-        (True, general.MIN_TOKENS_W8A8_EXPERTS, True),
-        (True, general.MIN_TOKENS_W8A8_EXPERTS - 1, False),
+        (True, w8a8.MIN_TOKENS_W8A8_EXPERTS, True),
+        (True, w8a8.MIN_TOKENS_W8A8_EXPERTS - 1, False),
     ],
 )
 def test_experts_are_told_whether_they_may_quantize(

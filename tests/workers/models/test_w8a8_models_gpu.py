@@ -10,7 +10,7 @@ import w8a8_models as models
 
 from kernels.linear import supports_w8a8
 from kernels.moe import schedule
-from workers.models import general
+from workers.models import w8a8
 
 CUDA = torch.device("cuda")
 pytestmark = [
@@ -25,8 +25,8 @@ def test_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, twin = models.checkpoints(tmp_path)
     want = models.exact(twin)
     dense, experts = [], []
-    product, tiling = general.w8a8_linear, schedule.w8a8
-    monkeypatch.setattr(general, "w8a8_linear", lambda *a: (dense.append(a[2].shape), product(*a)))
+    product, tiling = w8a8.w8a8_linear, schedule.w8a8
+    monkeypatch.setattr(w8a8, "w8a8_linear", lambda *a: (dense.append(a[2].shape), product(*a)))
     monkeypatch.setattr(schedule, "w8a8", lambda *a: (experts.append(a[0]), tiling(*a))[1])
     plain_T = models.errors(twin, CUDA, want, quantize_activations=False)
     kept_T = models.errors(quantized, CUDA, want, quantize_activations=False)

@@ -16,9 +16,9 @@ from kernels.rms_norm import AddNorm
 from workers.families.registry import parse_config
 from workers.memory.scratch import Scratch
 from workers.models import execution_paths as choice
-from workers.models import general
+from workers.models import general, w8a8
 from workers.models.execution_paths import ExecutionPaths
-from workers.models.general import MIN_TOKENS_W8A8, DecodeOps, GeneralOps
+from workers.models.general import DecodeOps, GeneralOps
 from workers.models.invariant import DeterministicOps
 from workers.parallel.group import Group
 from workers.weights.formats import FP8_BLOCKS, INT4_GROUPS, MXFP4, MXFP8
@@ -172,11 +172,11 @@ def test_norms_that_are_rounded_as_they_are_made(pieces: bool, count: int, monke
         norm = AddNorm(torch.empty(count, 512, dtype=torch.bfloat16), torch.rand(512).add_(0.5).bfloat16(), 1e-6)
         norm.weight_E.copy_(torch.linspace(0.5, 1.5, 512))
         x, other = (ops.allocate_normed(count, 512, torch.bfloat16, 1e-6, scratch) for _ in range(2))
-        assert isinstance(x, general.RoundedRows) is rounds_norms
+        assert isinstance(x, w8a8.RoundedRows) is rounds_norms
         ops.enter(rows, ids, norm, x)
         down_TF, q_TF = (torch.empty(count, size, dtype=torch.bfloat16) for size in (384, 512))
         latent = ops.latent_linear(x, down, torch.ones(256).bfloat16(), 1e-6, down_TF, scratch)
-        assert isinstance(latent, general.RoundedRows) is rounds_norms
+        assert isinstance(latent, w8a8.RoundedRows) is rounds_norms
         ops.linear(latent, up, q_TF, scratch)
         ops.add(q_TF, behind, norm, other, scratch)
         ops.add_gated(other, gate_up, out, norm, x, scratch)
@@ -214,10 +214,10 @@ def ways(
 @pytest.mark.parametrize(
     ("changes", "tokens", "dtype", "device", "quantize_activations"),
     [
-        ({}, MIN_TOKENS_W8A8, torch.bfloat16, "cuda", True),
-        ({}, MIN_TOKENS_W8A8 - 1, torch.bfloat16, "cuda", False),
-        ({}, MIN_TOKENS_W8A8, torch.float32, "cuda", False),
-        ({}, MIN_TOKENS_W8A8, torch.bfloat16, "cpu", False),
+        ({}, w8a8.MIN_TOKENS_W8A8, torch.bfloat16, "cuda", True),
+        ({}, w8a8.MIN_TOKENS_W8A8 - 1, torch.bfloat16, "cuda", False),
+        ({}, w8a8.MIN_TOKENS_W8A8, torch.float32, "cuda", False),
+        ({}, w8a8.MIN_TOKENS_W8A8, torch.bfloat16, "cpu", False),
         ({"invariant": True}, 4096, torch.bfloat16, "cuda", False),
         ({"quantize_activations": False}, 4096, torch.bfloat16, "cuda", False),
         ({"form": INT4_GROUPS}, 4096, torch.bfloat16, "cuda", False),
@@ -241,7 +241,7 @@ def test_passes_that_may_quantize(
 
 def test_no_number_of_tokens_lies_between_the_ways() -> None:
     """Such a number would have kernels of its own, of which the warm-up knows nothing."""
-    assert MIN_TOKENS_W8A8 == general.MIN_TOKENS_W8A8_EXPERTS == MOST_FP8 + 1
+    assert w8a8.MIN_TOKENS_W8A8 == w8a8.MIN_TOKENS_W8A8_EXPERTS == MOST_FP8 + 1
 
 
 def test_a_context_without_w8a8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,8 +260,8 @@ def test_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All products with FP8 weights outside of experts; how far off that makes it."""
     quantized, twin = models.checkpoints(tmp_path)
     want, made = models.exact(twin), []
-    product = general.w8a8_linear
-    monkeypatch.setattr(general, "w8a8_linear", lambda *a: (made.append(a[2].shape), product(*a)))
+    product = w8a8.w8a8_linear
+    monkeypatch.setattr(w8a8, "w8a8_linear", lambda *a: (made.append(a[2].shape), product(*a)))
     kept_T = models.errors(quantized, want.device, want, quantize_activations=False)
     assert not made
     rounded_T = models.errors(quantized, want.device, want, quantize_activations=True)

@@ -13,7 +13,7 @@ from w8a8_models import checkpoints
 
 from tests.workers.test_engine import engine
 from workers.memory.scratch import Scratch
-from workers.models import execution_paths, general
+from workers.models import execution_paths, general, w8a8
 from workers.proof import decode_steps
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.proof.segments import SegmentProof
@@ -39,7 +39,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepParts:
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Tokens of every product with FP8 weights outside of experts, below 0 where they are not rounded."""
     made: list[int] = []
-    rounded, plain = general.w8a8_linear, general.plain
+    rounded, plain = w8a8.w8a8_linear, general.plain
 
     def rounding(x_TE: Tensor, *others: Any) -> None:
         made.append(len(x_TE))
@@ -50,7 +50,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             made.append(-1)
         return plain(weight, *others)
 
-    monkeypatch.setattr(general, "w8a8_linear", rounding)
+    monkeypatch.setattr(w8a8, "w8a8_linear", rounding)
     monkeypatch.setattr(general, "plain", dequantizing)
     return made
 

@@ -206,4 +206,4 @@ def test_a_fall_to_half_of_the_baseline_is_told_once(caplog: pytest.LogCaptureFi
     assert baseline.falls == 2
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2
-    assert "fewer drafts stand than usual: 11%" in warnings[0]
+    assert "fewer drafts are accepted than usual: 11%" in warnings[0]

@@ -298,7 +298,7 @@ def fill_rows(row_T: Tensor, width: int, scratch: Scratch) -> None:
 
 
 def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
-    """Of a pass of decode rows alone integers [R], or [T] where some of a row's tokens are left out: those of rows, or
+    """Integers of a pass of decode rows alone, [R], or [T] where some of a row's tokens are left out: those of rows, or
     tokens, with 0 are padding. None of another pass: experts of a mixed step compute tokens that are left out, too."""
     if batch.decode is None or batch.prefill is not None:
         return None

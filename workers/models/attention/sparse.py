@@ -139,7 +139,7 @@ class SparseAttention(LatentAttention):
         scratch: Scratch,
         query_scale_T: Tensor | None = None,
     ) -> N | None:
-        """See `LatentAttention`; the indexer's queries, keys and weights, too."""
+        """Compute queries and entries, and the indexer's queries, keys and weights."""
         latent = super().project(ops, x, rotation_TO, cache_slot_T, cache_PKC, out, scratch, query_scale_T)
         if self.indexer is not None and out.indexed is not None:
             assert latent is not None

@@ -307,8 +307,8 @@ class SparseRows(Backend):
 
     @override
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
-        """See `Backend`: to what is selected, of queries that have entered. IndexError on a CPU where that is outside
-        of the cache."""
+        """Attend to what is selected, of queries that have entered. IndexError on a CPU where that is outside of the
+        cache."""
         where, dependent = self.selection, self.dependent
         if self.widened is not None:
             self.widened.fill(heads, cache_PKC, self.page_RP)
