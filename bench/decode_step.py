@@ -169,7 +169,7 @@ def streamed_bytes(launch: Any, experts: float) -> float:
         # Two numbers a byte, and a scale of two bytes for each group.
         return (2 if o["GATE"] else 1) * o["FEATURES"] * o["K"] * (0.5 + 2 / GROUP) * experts
     products = ("stream_linear", "stream_gate_up", "fp8_linear", "fp8_gate_up", "fp8_whole", "fp8_even")
-    known = (*products, "gate_up", "gate_up_single", "down", "down_short")
+    known = (*products, "gate_up", "down", "down_short")
     if name not in known or "STREAMS" not in o:
         return 0.0
     size = (1.0 if o["STORED"].fp8 else 2.0) * o["SIZE"].rows * o["SIZE"].features
@@ -181,7 +181,7 @@ def streamed_bytes(launch: Any, experts: float) -> float:
         return size
     if name in ("stream_gate_up", "fp8_gate_up"):
         return 2 * size
-    return (2 if name.startswith("gate_up") else 1) * size * (o["CHOICES"].shared + experts)
+    return (2 if name == "gate_up" else 1) * size * (o["CHOICES"].shared + experts)
 
 
 def measure(shape: str, given: argparse.Namespace) -> dict[int, float]:

@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 SHORT_EXPERTS: Final = 256
 """Most features of an expert for `down_short`, which has two warps for them. Of 512 it took longer than `down` on an
 H200: a step of two rows of six layers of DeepSeek-V3, as a rank of four has them, 0.731 ms in place of 0.720."""
-BESIDE_FEATURES: Final = 0
+BESIDE_FEATURES: Final = 4096
 """Most features of one token of which a multiprocessor has two programs of `gate_up`, of BESIDE_STAGES stages each: one
-multiplies while the other waits for its warps' sums. Of more it has one program; 0: always. With 4096 features (Mistral
-Small 4) one program of six stages leaves room for a second on the same multiprocessor, and another may have none."""
+multiplies while the other waits for its warps' sums. Of more it has one program. (One of six stages would leave room
+for a second here: one multiprocessor might have two and another none.) With two, the kernel took 22.3 us a layer of
+Mistral Small 4 in place of 34.5 on an H200 (`python bench/decode_step.py --shape small4-slice --rows 1 --timeline`)."""
 BESIDE_STAGES: Final = 4
-"""Stages of such a program's ring: so many that a third program finds no room, and they are dealt out evenly."""
-KNOWN_BLOCKS: Final = 0
-"""Most blocks of a program of one token's `gate_up` that all are known before the first (`fp8_single`): as many as
-have registers for their scales on the way. 0: that kernel is not launched."""
+"""Stages of such a program's ring. With 4096 features they are so many that a third program finds no room, and programs
+are dealt out evenly."""
 SHORT_STAGES: Final = 6
 """Stages of the ring of `down_short`, each an expert: as many bytes are in flight as memory takes to answer, and the
 programs of all rows are resident at once."""
@@ -50,41 +49,36 @@ def gate_up(
     dependent: bool = False,
 ) -> None:
     """Launch the first half of `kernels.few_experts.experts`."""
-    from kernels.few_experts import fp8, fp8_single  # a machine without Hopper GPUs need not have Gluon
+    from kernels.few_experts import fp8  # a machine without Hopper GPUs need not have Gluon
 
     (tokens, features), intermediate, half = x.x_TE.shape, act_YI.shape[1], ROWS // 2
     warps = warps_of(features, 8)
     beside, stages = gate_up_ring(tokens, features)
     programs = min((shared + choice.slots) * triton.cdiv(intermediate, half), beside * multiprocessors(x.x_TE.device))
-    weights = box(
-        weight_XFE.data,
-        [weight_XFE.shape[0], features // BLOCK, 2, intermediate, BLOCK],
-        [2 * intermediate * features, BLOCK, intermediate * features, features, 1],
-        [1, warps, 2, half, BLOCK],
-    )
-    tensors = (
+    fp8.gate_up[(programs,)](
         x.x_TE,
         x.square_TP,
-        weights,
+        box(
+            weight_XFE.data,
+            [weight_XFE.shape[0], features // BLOCK, 2, intermediate, BLOCK],
+            [2 * intermediate * features, BLOCK, intermediate * features, features, 1],
+            [1, warps, 2, half, BLOCK],
+        ),
         weight_XFE.scales,
         choice.slot_S,
         choice.place_TX,
         choice.weight_TK,
         act_YI,
-    )
-    constants = {
-        "STORED": stored(weight_XFE)[2],
-        "SIZE": Size(intermediate, features),
-        "CHOICES": Choices(choice.experts, shared, choice.weight_TK.shape[1]),
-        "X_STRIDE": x.x_TE.stride(0),
-        "NORM": pieces(x),
+        tokens,
+        choice.slots,
+        x.eps,
+        STORED=stored(weight_XFE)[2],
+        SIZE=Size(intermediate, features),
+        CHOICES=Choices(choice.experts, shared, choice.weight_TK.shape[1]),
+        X_STRIDE=x.x_TE.stride(0),
+        NORM=pieces(x),
         **ring_of(tokens, warps, stages, dependent),
-    }
-    most = triton.cdiv((shared + choice.slots) * triton.cdiv(intermediate, half), programs)
-    if tokens == 1 and most <= KNOWN_BLOCKS:
-        fp8_single.gate_up_single[(programs,)](*tensors, choice.slots, x.eps, MOST=most, **constants)
-        return
-    fp8.gate_up[(programs,)](*tensors, tokens, choice.slots, x.eps, **constants)
+    )
 
 
 def gate_up_ring(tokens: int, features: int) -> tuple[int, int]:

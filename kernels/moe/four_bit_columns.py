@@ -27,7 +27,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.gluon.prefetch import LINE, ask_for_lines
 from kernels.matrix import GROUP
 from kernels.moe import e2m1
 
@@ -105,13 +104,6 @@ def inputs_layout(PAIRS, WARPS):
 
 
 @gluon.constexpr_function
-def lines_layout(STEPS, WARPS):
-    """Layout of the lines [16 * WARPS, STEPS] that a program asks for: every warp those of its own rows."""
-    side = min(STEPS, 2)
-    return gl.BlockedLayout([1, 1], [32 // side, side], [WARPS, 1], [1, 0])
-
-
-@gluon.constexpr_function
 def inputs_dtype(FORMAT):
     """Dtype in which inputs are multiplied with weights of a format."""
     return gl.float16 if FORMAT == "int4" else gl.bfloat16
@@ -121,12 +113,6 @@ def inputs_dtype(FORMAT):
 def four_times(dtype):
     """The dtypes of four results."""
     return (dtype,) * 4
-
-
-@gluon.constexpr_function
-def steps_within(steps, most, unit):
-    """So many steps, at most `most`, in whole units."""
-    return min(steps, most) // unit * unit
 
 
 @gluon.constexpr_function
@@ -148,20 +134,14 @@ def left_to_divide(square, row, inside, eps, FEATURES: gl.constexpr, PIECES: gl.
 
 
 @gluon.jit
-def weight_row(r, FEATURES: gl.constexpr, GATE: gl.constexpr):
-    """Return the rows of a matrix, from a block's first one on, that are the rows `r` of its tile. With GATE a thread
-    has a gate row and its up row."""
-    return r // 16 * 8 + r % 8 + r % 16 // 8 * FEATURES if GATE else r
-
-
-@gluon.jit
 def weights_at(K: gl.constexpr, FEATURES: gl.constexpr, GATE: gl.constexpr, WARPS: gl.constexpr):
     """Return the offsets of a thread's weights of a step, in 16-bit units from the block's first row on; and those of
     their scales."""
     tile: gl.constexpr = bytes_layout(WARPS)
     groups: gl.constexpr = gl.SliceLayout(3, tile)
     r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, gl.SliceLayout(2, groups)))
-    row = weight_row(r, FEATURES, GATE)
+    # A thread has a gate row and its up row.
+    row = r // 16 * 8 + r % 8 + r % 16 // 8 * FEATURES if GATE else r
     two = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, groups)))
     four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, groups)))
     part = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, tile))))
@@ -177,21 +157,6 @@ def asked(data, scales, row, step, at, scale_at, K: gl.constexpr):
     words = gl.load(data + (row * (K // 4) + step * (_STEP // 4)) + at, eviction_policy="evict_first")
     scale = gl.load(scales + (row * (K // _GROUP) + step * (_STEP // _GROUP)) + scale_at)
     return words, scale
-
-
-@gluon.jit
-def ask_for_steps(
-    data, row, step, exists,
-    K: gl.constexpr, FEATURES: gl.constexpr, GATE: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """Ask for the weights of STEPS steps, from `step` of the block whose first row is `row` on, to be brought into the
-    L2 cache: a line for a step of a row."""
-    layout: gl.constexpr = lines_layout(STEPS, WARPS)
-    r = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, layout))
-    line = step + gl.arange(0, STEPS, gl.SliceLayout(0, layout))
-    own = weight_row(r, FEATURES, GATE)
-    at = data.to(gl.int64) + (row + own)[:, None] * (K // 2) + line[None, :] * LINE
-    ask_for_lines(at, (own >= 0)[:, None] & (line >= 0)[None, :] & exists)
 
 
 @gluon.jit
@@ -225,27 +190,17 @@ def right_operand(step_s, PAIRS: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def multiplied(
     x_s, held, data, scales, row, later, exists, at, scale_at,
-    FORMAT: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, GATE: gl.constexpr, PAIRS: gl.constexpr,
-    AHEAD: gl.constexpr, LINES: gl.constexpr, WARPS: gl.constexpr,
+    FORMAT: gl.constexpr, K: gl.constexpr, PAIRS: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The products [16 * WARPS, 8] of the block whose first row is `row` and whose first AHEAD steps are `held`, times
-    `factor_of`; and the first steps of the block at `later`, where it exists. LINES: steps behind those that registers
-    wait for, which the L2 cache is asked for."""
+    `factor_of`; and the first steps of the block at `later`, where it exists."""
     STEPS: gl.constexpr = K // _STEP
-    FAR: gl.constexpr = steps_within(LINES, STEPS - AHEAD, AHEAD)
     total = gl.zeros([16 * WARPS, _COLUMNS], gl.float32, products_layout(WARPS))
     for step in range(0, STEPS, AHEAD):
         # Behind the last block the last steps are asked for once more, which a cache has, for want of others.
         last = step + AHEAD >= STEPS
         next_row = gl.where(last & exists, later, row)
         next_step = gl.where(last, gl.where(exists, 0, step), step + AHEAD)
-        if FAR > 0:
-            far = step + AHEAD + FAR
-            beyond = far >= STEPS
-            ask_for_steps(
-                data, gl.where(beyond, later, row), gl.where(beyond, far - STEPS, far), exists | (far < STEPS),
-                K, FEATURES, GATE, AHEAD, WARPS,
-            )  # fmt: skip
         for j in gl.static_range(AHEAD):
             words, scale = held[0]
             weight = left_operand(words, scale, FORMAT, WARPS)

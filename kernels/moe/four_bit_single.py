@@ -24,7 +24,6 @@ from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_befo
 from kernels.moe.four_bit_columns import (
     COLUMNS,
     STEP,
-    ask_for_steps,
     asked,
     factor_of,
     inputs_dtype,
@@ -32,7 +31,6 @@ from kernels.moe.four_bit_columns import (
     multiplied,
     products_layout,
     row_halves,
-    steps_within,
     weights_at,
 )
 from kernels.moe.hopper import clamped
@@ -93,8 +91,6 @@ def product(
     is a pending norm's with so many sums of squares and `eps`. LIMIT: see `activation`. SETTLED: `ids` were there when
     the kernel before let this one start."""
     STEPS: gl.constexpr = K // _STEP
-    HELD: gl.constexpr = AHEAD.steps
-    LINES: gl.constexpr = AHEAD.lines
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
     WIDTH: gl.constexpr = _BLOCK // 2 if GATE else _BLOCK
     BLOCKS: gl.constexpr = FEATURES // WIDTH
@@ -112,10 +108,8 @@ def product(
     expert, valid = expert_of(ids, begin // BLOCKS, EXPERTS)
     row = expert * ROWS + begin % BLOCKS * WIDTH
     held = ()
-    for j in gl.static_range(HELD):
+    for j in gl.static_range(AHEAD):
         held = held + (asked(data, scales, row, j, at, scale_at, K),)
-    for step in gl.static_range(HELD, HELD + steps_within(LINES, STEPS - HELD, HELD), HELD):
-        ask_for_steps(data, row, step, begin < end, K, FEATURES, GATE, HELD, _WARPS)
     if DEPENDENT and SETTLED:
         wait_for_kernel_before()
         let_kernel_after_start()
@@ -138,8 +132,7 @@ def product(
         later_expert, later_valid = expert_of(ids, after // BLOCKS, EXPERTS)
         later = later_expert * ROWS + after % BLOCKS * WIDTH
         total, held = multiplied(
-            x_s, held, data, scales, row, later, piece + 1 < end, at, scale_at, FORMAT, K, FEATURES, GATE, 1,
-            HELD, LINES, _WARPS,
+            x_s, held, data, scales, row, later, piece + 1 < end, at, scale_at, FORMAT, K, 1, AHEAD, _WARPS
         )  # fmt: skip
         total = total * (unit / factor_of(FORMAT))
         to = out + pair * FEATURES + piece % BLOCKS * WIDTH

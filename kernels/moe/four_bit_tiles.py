@@ -24,7 +24,6 @@ from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_befo
 from kernels.moe.four_bit_columns import (
     COLUMNS,
     STEP,
-    ask_for_steps,
     asked,
     factor_of,
     inputs_dtype,
@@ -32,7 +31,6 @@ from kernels.moe.four_bit_columns import (
     multiplied,
     products_layout,
     row_halves,
-    steps_within,
     weights_at,
 )
 from kernels.moe.hopper import clamped
@@ -122,8 +120,6 @@ def product(
     squares each, and `eps`. LIMIT: see `activation`. SETTLED: the tiles were there when the kernel before let this one
     start."""
     STEPS: gl.constexpr = K // _STEP
-    HELD: gl.constexpr = AHEAD.steps
-    LINES: gl.constexpr = AHEAD.lines
     BLOCK: gl.constexpr = 16 * WARPS
     ROWS: gl.constexpr = 2 * FEATURES if GATE else FEATURES
     WIDTH: gl.constexpr = BLOCK // 2 if GATE else BLOCK
@@ -145,10 +141,8 @@ def product(
     expert, first, pairs = record(table, begin // BLOCKS, begin < end)
     row = expert * ROWS + begin % BLOCKS * WIDTH
     held = ()
-    for j in gl.static_range(HELD):
+    for j in gl.static_range(AHEAD):
         held = held + (asked(data, scales, row, j, at, scale_at, K),)
-    for step in gl.static_range(HELD, HELD + steps_within(LINES, STEPS - HELD, HELD), HELD):
-        ask_for_steps(data, row, step, begin < end, K, FEATURES, GATE, HELD, WARPS)
     if DEPENDENT and SETTLED:
         wait_for_kernel_before()
         let_kernel_after_start()
@@ -168,8 +162,7 @@ def product(
         later_expert, later_first, later_pairs = record(table, after // BLOCKS, True)
         later = later_expert * ROWS + after % BLOCKS * WIDTH
         total, held = multiplied(
-            x_s, held, data, scales, row, later, piece + 1 < end, at, scale_at, FORMAT, K, FEATURES, GATE, PAIRS,
-            HELD, LINES, WARPS,
+            x_s, held, data, scales, row, later, piece + 1 < end, at, scale_at, FORMAT, K, PAIRS, AHEAD, WARPS
         )  # fmt: skip
         total = total * (unit / factor_of(FORMAT))[None, :]
         here = n < gl.minimum(pairs, PAIRS)

@@ -55,15 +55,6 @@ class Tile(NamedTuple):
     """Precision of products, as `tl.dot` names it. It matters in fp32 alone."""
 
 
-class Ahead(NamedTuple):
-    """Steps of weights of four bits that a program of few tokens asks for before it multiplies them."""
-
-    steps: int
-    """Those that registers wait for."""
-    lines: int
-    """Those behind them, which the L2 cache is asked for; rounded down to whole multiples of `steps`."""
-
-
 STORED: Final[dict[type, Callable[[Any], tuple[str, int, int]]]] = {
     BlockScaled: lambda matrix: ("fp8", matrix.rows, matrix.features),
     GroupScaled: lambda matrix: ("int4", 1, GROUP),

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.matrix import FourBits, Scaled
 from kernels.moe import scaled, scaled_single
-from kernels.moe.records import EIGHT_BITS, Ahead, Stored, Tile, stored
+from kernels.moe.records import EIGHT_BITS, Stored, Tile, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Product, Workspace, few_blocks
 from kernels.pending_norm import PendingNorm
 from kernels.runtime.carveout import leave_to_cache
@@ -25,16 +25,13 @@ multiprocessor."""
 SINGLE_INPUTS: Final = {3: 33 * 1024, 4: 0}
 """Bytes of shared memory for the inputs of such a program, at least: of three so many that a fourth finds no room
 (`kernels.runtime.carveout.SHARED_BYTES`)."""
-SINGLE_LINES: Final = 0
-"""Steps of weights there that the L2 cache is asked for, behind those that registers wait for."""
-TILED_WARPS: Final = 16
-"""Warps of all programs of several tokens' products with weights of four bits on a multiprocessor."""
-TILED_LINES: Final = 0
-"""Steps of weights there that the L2 cache is asked for."""
+TILED_PROGRAMS: Final = {2: 4, 8: 1}
+"""Programs of several tokens' products with weights of four bits, on a multiprocessor, by the pairs of a tile."""
 TILED_REGISTERS: Final = 128
 """Registers of a thread with which that many programs fit."""
 NATIVE: Final = False
-"""Whether a Hopper GPU makes fp16 of a single token's weights in FP8 with its own instruction."""
+"""Whether a Hopper GPU makes fp16 of a single token's weights in FP8 with its own instruction. No GPU has timed it yet:
+tests show only that it is right, and of what instructions it is made."""
 REARRANGED: Final = 1024
 """Features of a program that brings tokens into another order."""
 
@@ -183,7 +180,7 @@ def four_bit_singly(
         K=x.shape[-1],
         FEATURES=out_YF.shape[-1],
         PIECES=0 if pending is None else pending.square_TP.shape[1],
-        AHEAD=Ahead(product.stages, SINGLE_LINES),
+        AHEAD=product.stages,
         INPUTS=max(x.shape[-1], SINGLE_INPUTS[programs] // 2),
         LIMIT=shape.limit,
         SETTLED=settled,
@@ -214,8 +211,7 @@ def four_bit_tiled(
     pending, x = _pending(x)
     gate = matrix.shape[-2] == 2 * out_YF.shape[-1]
     _checked(matrix, tiling.stored[0 if gate else 1])
-    product = tiling.gate_up if gate else tiling.down
-    programs = TILED_WARPS // product.warps * tiling.programs
+    product, programs = tiling.gate_up if gate else tiling.down, TILED_PROGRAMS[tiling.rows] * tiling.programs
     pieces = tiling.tiles(shape) * (2 if gate else 1) * out_YF.shape[-1] // product.block
     kernel = four_bit_tiles.product[(min(programs, pieces),)](
         x,
@@ -234,7 +230,7 @@ def four_bit_tiled(
         FEATURES=out_YF.shape[-1],
         PIECES=0 if pending is None else pending.square_TP.shape[1],
         PAIRS=tiling.rows,
-        AHEAD=Ahead(product.stages, TILED_LINES),
+        AHEAD=product.stages,
         WARPS=product.warps,
         LIMIT=shape.limit,
         SETTLED=settled,

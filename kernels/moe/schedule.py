@@ -31,14 +31,13 @@ FOUR_BIT_FEATURES: Final = 256
 MXFP4)."""
 FOUR_BIT_PAIRS: Final = (2, 8)
 """Pairs of a tile in that for several tokens: of few tokens, of more."""
-THREE_SINGLE: Final = 0
+THREE_SINGLE: Final = 3
 """Most blocks of 64 rows of a single token's product, on each multiprocessor, for which it has three programs and no
-room for a fourth: more than three on one would leave others idle. More blocks have four programs. 0: all have four."""
+room for a fourth: more than three on one would leave others idle. More blocks have four programs. With three, and
+THREE_AHEAD, V4 Flash's token took 36.4 us in place of about 47 on an H200 (`python bench/moe.py --model v4-flash
+--format mxfp4 --tokens 1`)."""
 THREE_AHEAD: Final = 4
 """Steps of weights that are on their way there, where the features are whole multiples of them."""
-BESIDE_FEATURES: Final = 0
-"""Most input features of tiles of eight pairs, of which a multiprocessor has two programs with eight warps each; of
-more, one with sixteen. With 4096 the inputs of two programs leave as much to the cache as those of one of 7168."""
 FEW_FOUR_BIT: Final = 4
 """Tokens up to which tiles of two are the better: of Kimi K2's 216 us on one H200, where those of eight took 227."""
 MOST_FOUR_BIT: Final = 7168
@@ -357,8 +356,7 @@ def four_bit_tiled(shape: ExpertsShape, multiprocessors: int, stored: tuple[Stor
             f"{MOST_FOUR_BIT}, at most {MOST_FOUR_BIT_MEAN} tokens an expert, and one sum: {shape}"
         )
     rows = FOUR_BIT_PAIRS[shape.tokens > FEW_FOUR_BIT]
-    beside = max(shape.hidden, shape.intermediate) <= BESIDE_FEATURES
-    products = _four_bit_products(shape, 4 if rows == 2 else 8 if beside else 16)
+    products = _four_bit_products(shape, 4 if rows == 2 else 16)
     return ExpertTiling(rows, *products, shape.dtype, multiprocessors, stored=stored)
 
 

@@ -170,18 +170,6 @@ def machine_code(kernel: Any) -> str:
     return _cuobjdump(kernel, "--dump-sass")
 
 
-def loops(kernel: Any) -> list[tuple[int, int, list[str]]]:
-    """Where each loop of a compiled kernel begins and ends, and its instructions: what a branch goes back over."""
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", machine_code(kernel), re.MULTILINE)
-    found = []
-    for at, text in lines:
-        back = re.search(r"\bBRA.* 0x([0-9a-f]+)$", text)
-        if back and int(back[1], 16) < int(at, 16):
-            begin, end = int(back[1], 16), int(at, 16)
-            found.append((begin, end, [text for place, text in lines if begin <= int(place, 16) <= end]))
-    return found
-
-
 def serialized(kernel: Any) -> bool:
     """Whether ptxas says that it could not let products of a compiled kernel run asynchronously.
 

@@ -16,7 +16,7 @@ from kernels.moe.pending import PendingExperts
 from kernels.moe.records import Stored, stored
 from kernels.moe.schedule import ExpertsShape, ExpertTiling, Workspace
 from kernels.pending_norm import PIECE, PendingNorm
-from tests.support.hopper import compile_only, loops
+from tests.support.hopper import compile_only, machine_code
 
 
 def matrix(rows: int, features: int, format: str = "int4") -> FourBits:
@@ -74,7 +74,17 @@ def check_main_loop(kernel: Any, format: str = "int4") -> None:
 
 def main_loops(kernel: Any, product: str) -> list[list[str]]:
     """The instructions of the loops with products that have no such loop within."""
-    found = [one for one in loops(kernel) if any(product in text for text in one[2])]
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", machine_code(kernel), re.MULTILINE)
+    loops = []
+    for at, text in lines:
+        back = re.search(r"\bBRA.* 0x([0-9a-f]+)$", text)
+        if back and int(back[1], 16) < int(at, 16):
+            loops.append((int(back[1], 16), int(at, 16)))
+    found = []
+    for begin, end in loops:
+        body = [text for place, text in lines if begin <= int(place, 16) <= end]
+        if any(product in text for text in body):
+            found.append((begin, end, body))
     return [
         body
         for begin, end, body in found

@@ -8,7 +8,7 @@ import torch
 from experts_case import Experts, Format
 
 from kernels.matrix import FourBits, GroupScaled, MicroScaled4
-from kernels.moe import scaled_launch, schedule
+from kernels.moe import schedule
 from kernels.moe.schedule import ExpertsShape
 from tests.support.ptx import emulated
 
@@ -34,16 +34,14 @@ def test_one_token(format: Format, limit: float) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ahead", "lines"), [(4, 0), (4, 4), (2, 4)])
-def test_three_programs_and_weights_that_the_cache_is_asked_for(
-    ahead: int, lines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program has the blocks of several experts: it asks for weights behind the end of one, and behind the last for
-    none that do not exist, of which the emulator would say so."""
+@pytest.mark.parametrize("format", ["int4", "mxfp4"])
+def test_three_programs_of_blocks_of_several_experts(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four steps of weights on their way, which at the end of an expert are the next one's."""
     monkeypatch.setattr(schedule, "THREE_SINGLE", 64)
-    monkeypatch.setattr(schedule, "THREE_AHEAD", ahead)
-    monkeypatch.setattr(scaled_launch, "SINGLE_LINES", lines)
-    check(Experts(1, 2, 3, 2048, 1024, formats=("mxfp4", "mxfp4"), limit=0.5, holes=True), ahead + lines)
+    found = Experts(1, 2, 3, 2048, 1024, formats=(format, format), limit=0.5, holes=True)
+    tiling = schedule.four_bit_alone(found.shape, 1, found.stored)
+    assert (tiling.gate_up.stages, tiling.down.stages) == (4, 4)
+    check(found)
 
 
 @pytest.mark.long

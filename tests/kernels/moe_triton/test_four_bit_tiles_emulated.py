@@ -7,7 +7,7 @@ import pytest
 import torch
 from experts_case import Experts, Format
 
-from kernels.moe import scaled_launch, schedule
+from kernels.moe import schedule
 from kernels.moe.schedule import ExpertsShape, ExpertTiling
 from tests.support.ptx import emulated
 
@@ -39,17 +39,6 @@ def check(case: Experts, seed: int = 0) -> None:
 def test_every_height_of_tile(tokens: int, experts: int) -> None:
     """The last height's experts have more pairs than a tile has."""
     check(case(tokens, experts=experts), tokens)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("beside", [0, 1024])
-def test_weights_that_the_cache_is_asked_for(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By programs with sixteen warps, or by two with eight each, which have half as many rows of weights at a time."""
-    monkeypatch.setattr(schedule, "BESIDE_FEATURES", beside)
-    monkeypatch.setattr(scaled_launch, "TILED_LINES", 4)
-    found = case(13, 2, 6, (1024, 512), "mxfp4", limit=0.5, holes=True)
-    assert tiled(found).gate_up.warps == (8 if beside else 16)
-    check(found, beside)
 
 
 @pytest.mark.long

@@ -210,19 +210,18 @@ def test_experts(tokens: int, hidden: int, intermediate: int, shared: int, resid
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("known", [0, 128])
+@pytest.mark.parametrize("beside", [1, 2])
 @pytest.mark.parametrize(("hidden", "intermediate", "shared"), [(384, 512, 1), (1152, 128, 1), (256, 256, 0)])
-def test_experts_of_two_programs_on_a_multiprocessor(
-    hidden: int, intermediate: int, shared: int, known: int, monkeypatch: pytest.MonkeyPatch
+def test_experts_of_one_program_on_a_multiprocessor_and_of_two(
+    hidden: int, intermediate: int, shared: int, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program has blocks of several experts, which it has to know before it fetches their weights."""
-    monkeypatch.setattr(experts_launch, "KNOWN_BLOCKS", known)
-    monkeypatch.setattr(experts_launch, "BESIDE_FEATURES", hidden)
+    monkeypatch.setattr(experts_launch, "BESIDE_FEATURES", hidden if beside == 2 else hidden - 1)
     monkeypatch.setattr(experts_launch, "multiprocessors", lambda device: 10)
-    assert experts_launch.gate_up_ring(1, hidden)[0] == 2
+    assert experts_launch.gate_up_ring(1, hidden)[0] == beside
     with emulated(hidden, consecutive=True) as launches:
         cases.check_experts(CPU, 1, 6, 3, hidden, intermediate, shared, True, BLOCKS)
-    assert launches[:2] == ["choose", "gate_up_single" if known else "gate_up"]
+    assert launches[:2] == ["choose", "gate_up"]
 
 
 @pytest.mark.long
