@@ -25,8 +25,10 @@ _TILE: Final = 64
 _TILE_REGISTERS: Final = 128
 """Most registers of a thread where there are many tokens, so that two programs fit on a multiprocessor: one waits for
 memory while the other computes."""
-TOGETHER = True
-"""Whether long parts of sums take the products of all streams at once: a third of these products' waits."""
+_TOGETHER: Final = (2, 3, 4)
+"""Numbers of streams of which long parts of sums take the products at once, which waits for tensor cores a third as
+often. With four streams and 8,192 tokens a call takes 390 us on an H200, and took 437 (`bench/token_wise.py --only
+add_to_streams --tokens 8192`)."""
 _MIXERS: Final = 32
 """Tokens whose mixing matrices a program makes."""
 
@@ -102,7 +104,7 @@ class StreamLaunches:
             **constants,
             STREAM_LANES=triton.next_power_of_2(self.residual_TSE.shape[1]),
             EARLY=path.blocks == 1,
-            TOGETHER=TOGETHER and path.many and self.residual_TSE.shape[1] in (2, 3, 4),
+            TOGETHER=path.many and self.residual_TSE.shape[1] in _TOGETHER,
             TOKENS=_TILE,
             BLOCK=path.block,
             num_warps=8,
