@@ -13,7 +13,7 @@ import torch
 from shapes import ATTENTION, DENSE, EXPERTS, HEAD, INPUT
 
 from kernels.runtime.repeat import nothing_repeated
-from workers.drafters.mtp import ChainedDrafter
+from workers.drafters.mtp import LayerDrafter
 from workers.models.attention import backend, decode_rows, expanded
 from workers.models.attention.latent import LatentAttention
 from workers.models.attention.sparse import SparseAttention
@@ -178,7 +178,7 @@ PARTS: tuple[tuple[Any, str, Name], ...] = (
     (SamplingState, "commit", _always("sampling")),
     (Stage, "run_pass", _drafted),
     (Stage, "end", _ended),
-    (ChainedDrafter, "catch_up", _always("draft pass")),
+    (LayerDrafter, "catch_up", _always("draft pass")),
     (StepParts, "draft", _always("draft loop")),
 )
 """Calls that are a part of a step. What lies in none of them is the rest: the state, the tokens' way to the device,

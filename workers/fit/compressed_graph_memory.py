@@ -1,9 +1,9 @@
 """The parts of a rank's graph memory that DeepSeek V4 has otherwise, where there is no GPU to measure them on; see
 `workers.fit.graph_memory`.
 
-Its attention takes what it takes on a GPU, so that part is exact, and so is what segments hand on. Of what layers need
-on their way experts are counted, routed and shared ones, and the output's projection; the rest of it is estimated as
-that of other models.
+What segments hand on is exact, and attention takes what its portable kernel takes on a GPU. Hopper's own, of
+many tokens, lists their entries once for all heads, not for each 32 of them. Of what layers need on their way experts
+are counted, routed and shared ones, and the output's projection; the rest of it is estimated as that of other models.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ schedules."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from compressed_case import Attending, Compressing, Storing
 from kernels.compressed import attention_launch
 from kernels.linear.groups import launch_group_linear
 from kernels.matrix import BlockScaled
-from tests.support.ptx import Fault, emulated
+from tests.support.ptx import Fault, Unordered, emulated
 
 pytestmark = pytest.mark.long
 
@@ -68,6 +69,34 @@ def test_attention(heads: int, ratio: int, selected: int, programs: int, width: 
     # Triton's own pipelined loops do without the fence behind cp.async.
     with emulated(heads, fences=False):
         case.run([width or 1, width or 2], width)
+
+
+def follow_each_other(monkeypatch: pytest.MonkeyPatch, edit: Callable[[str], str] = lambda ptx: ptx) -> list[str]:
+    """Attention of decode rows in two layers, one behind the other as in a captured graph, in the same memory. Returns
+    what was launched."""
+    sizes = {"heads": 16, "features": 512, "rope": 64, "window": 200, "ratio": 4, "selected": 40, "programs": 32}
+    case = Attending(2, 400, dtype=torch.bfloat16, width=2, **sizes)  # type: ignore[arg-type]
+    case.length, case.dependent = [360, 0], True
+    workspace = attention_launch.AttendWorkspace.allocate(6, 16, 512, 240, case.poisoned, programs=32)
+    monkeypatch.setattr(attention_launch.AttendWorkspace, "allocate", lambda *_, **__: workspace)
+    with emulated(3, consecutive=True, fences=False, edit=edit) as launches:
+        for _ in range(2):
+            case.run([2, 2], 2)
+    return launches
+
+
+def test_attention_of_decode_rows_in_layers_behind_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither kernel reads what another one still writes, or what L1 has of memory that was used before."""
+    assert follow_each_other(monkeypatch) == ["attend", "merge"] * 2
+
+
+@pytest.mark.parametrize("lost", ["griddepcontrol.wait;", ".cg"])
+def test_pieces_that_are_read_too_early_are_noticed(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(ptx: str) -> str:
+        return ptx.replace(lost, "") if ".entry merge" in ptx else ptx
+
+    with pytest.raises(Unordered, match="reads partial"):
+        follow_each_other(monkeypatch, without)
 
 
 @pytest.mark.parametrize(("heads", "programs", "width"), [(8, 1, 2), (8, 8, 2), (20, 1, 2), (20, 8, 0)])

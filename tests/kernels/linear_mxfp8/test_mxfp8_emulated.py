@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,6 +49,24 @@ def test_shares_of_wide_blocks(programs: int, groups: int, chunks: int) -> None:
 def test_a_block_of_many_pieces() -> None:
     run(12, 128, 768, 6, Blocks(2, 1, 8))
     run(12, 256, 768, 6, Blocks(4, 1, 5))
+
+
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_products_behind_each_other(tokens: int) -> None:
+    """As in a captured graph, the second of the first one's result, and all with the same memory for pieces."""
+    (x, wide, _), (_, narrow, _) = (drawn(tokens, *sizes, torch.bfloat16) for sizes in ((384, 256), (256, 384)))
+    between, out = (torch.full((tokens, rows), torch.nan, dtype=torch.bfloat16) for rows in (384, 256))
+    tiling = mxfp8_launch.tiling_of(tokens)
+    sizes = [mxfp8_launch.pieces(tokens, matrix, 3, tiling) for matrix in (wide, narrow)]
+    room = torch.full((max(map(math.prod, sizes)),), torch.nan)
+    pieces = [room[: math.prod(size)].view(size) for size in sizes]
+    with emulated(tokens, consecutive=True) as launches:
+        for _ in range(2):
+            for of_product in (x, wide, between, pieces[0]), (between, narrow, out, pieces[1]):
+                mxfp8_launch.mxfp8_linear(*of_product, programs=3, tiling=tiling, dependent=True)
+    assert launches == ["mxfp8_multiply", "add_pieces"] * 4
+    check(x, wide, between)
+    check(between, narrow, out)
 
 
 def test_memory_that_is_not_enough() -> None:
