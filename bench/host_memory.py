@@ -1,7 +1,8 @@
 """What host memory behind the cache costs streams, and what it brings sessions that return, without HTTP and Ray.
 
     python bench/host_memory.py --model DIR --device cuda --cache-pages 3400 --host-bytes 20000000000 \\
-        --token-budget 8192 --streams 32 --prompt 2000 --tokens 256 --sessions 5 --session 62000
+        --token-budget 8192 --streams 32 --prompt 2000 --tokens 256 --sessions 5 --session 62000 \\
+        --stream-tokens 2500 --seconds 2
     python bench/host_memory.py                                    # the demo model, on a CPU
 
 Two engines run on this machine side by side, one with host memory and one without, and are asked in turn.
@@ -278,7 +279,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--width", type=int, default=1)
     parser.add_argument("--drafter", default="none")
-    parser.add_argument("--cache-pages", type=int, default=90)
+    parser.add_argument("--cache-pages", type=int, default=120)
     parser.add_argument("--host-bytes", type=int, default=100_000_000)
     parser.add_argument("--page-bytes", type=int, help="of all caches of a rank; by default those of DeepSeek-V2-Lite")
     parser.add_argument("--token-budget", type=int, default=512)
@@ -286,11 +287,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of each stream's prompt")
     parser.add_argument("--tokens", type=int, default=32, help="that each stream of the first part asks for")
     parser.add_argument("--rounds", type=int, default=3, help="of the first part")
-    parser.add_argument("--sessions", type=int, default=5)
+    parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--session", type=int, default=1600, help="tokens of a session")
     parser.add_argument("--turns", type=int, default=2, help="of each session")
-    parser.add_argument("--stream-tokens", type=int, default=600, help="that each stream of the last part asks for")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each of the three turns of the last part")
+    parser.add_argument("--stream-tokens", type=int, default=1200, help="that each stream of the last part asks for")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each of the three turns of the last part")
     parser.add_argument("--period", type=float, default=0.5, help="seconds between two sessions that return")
     return parser
 

@@ -195,7 +195,7 @@ class EngineConfig(BaseModel):
     record_prompts: Annotated[bool, Flag(panel=BUG_REPORTS)] = False
     """Record prompts and answers, too: they can be read."""
     step_timeout_s: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """Longest time that a launched step may take before the replica is given up as hung. auto: by measured steps.
+    """Longest time that a launched step may take before the replica is given up as hung.
 
     auto: twenty times as long as the longest step of its kind that the self-test measured, and more with long contexts,
     but 3 seconds at the least and 60 at the most; 60 where nothing was measured, as on a CPU."""

@@ -29,7 +29,8 @@ class _Deepseek(Family):
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
             raise fields.unsupported("partial_rotary_factor", fields.values["partial_rotary_factor"], (1.0,))
         kinds = fields.values.get("layer_types")
-        if not self.sparse and kinds is not None and {*map(str, kinds)} != {_LAYER_TYPE}:
+        listed = isinstance(kinds, list) and all(kind == _LAYER_TYPE for kind in kinds)
+        if not self.sparse and kinds is not None and not listed:
             raise fields.unsupported("layer_types", kinds, (_LAYER_TYPE,))
         for even in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "q_lora_rank"):
             if fields.values.get(even) is not None and fields.count(even) % 2:

@@ -95,19 +95,26 @@ def rope_values(fields: Fields) -> tuple[str, dict[str, Any]]:
                 f"own, which is not supported; if all have this one, put its fields into {name} itself"
             )
         found[name] = given
-    if len(found) > 1 and len({_compared(given) for given in found.values()}) > 1:
+    if len(found) > 1 and _differ([*found.values()], fields.values.get("rope_theta")):
         raise ConfigError(
             f"config.json: {fields.prefix}rope_parameters = {found['rope_parameters']!r} and rope_scaling = "
             f"{found['rope_scaling']!r} differ, and mean the same; remove one of them"
         )
     newest = next(iter(found), "rope_parameters")
-    return newest, {name: value for given in reversed(found.values()) for name, value in given.items()}
+    older_first = [item for given in reversed(found.values()) for item in given.items()]
+    return newest, {name: value for name, value in older_first if value is not None}
 
 
-def _compared(rope: dict[str, Any]) -> str:
-    """What a rope says beside its base, which may stand outside, in the newer words."""
-    said = {{"type": "rope_type"}.get(name, name): value for name, value in rope.items() if value is not None}
-    return repr(sorted((name, value) for name, value in said.items() if name != "rope_theta"))
+def _differ(ropes: list[dict[str, Any]], base: object) -> bool:
+    """Whether two descriptions of a rope say something else, in the newer words: transformers writes 40 as 40.0. `base`
+    is the one that stands outside, for those that name none; None if none does."""
+    said = []
+    for rope in ropes:
+        given = {{"type": "rope_type"}.get(name, name): value for name, value in rope.items() if value is not None}
+        said.append(given if base is None else {"rope_theta": base, **given})
+    one, other = said
+    unnamed = {"rope_theta"} - (one.keys() & other.keys())
+    return any(one.get(name) != other.get(name) for name in (one.keys() | other.keys()) - unnamed)
 
 
 def read_rope(fields: Fields, *, interleaved: bool) -> Rope:
@@ -124,6 +131,11 @@ def read_rope(fields: Fields, *, interleaved: bool) -> Rope:
             f"config.json lacks {rope.prefix}rope_type, which says what its factor of {given['factor']!r} is of"
         )
     kind = rope.text("rope_type", rope.text("type", "default"))
+    if rope.text("type", kind) != kind:
+        raise ConfigError(
+            f"config.json: {rope.prefix}rope_type = {kind!r} and type = {given['type']!r} differ, and mean the same; "
+            "remove one of them"
+        )
     if kind == "default":
         return Rope(theta, interleaved)
     if kind != "yarn":

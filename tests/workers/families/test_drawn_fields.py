@@ -42,8 +42,8 @@ MEANINGLESS: dict[str, set[str]] = {
     "AXK2": {"num_nextn_predict_layers"},
     "HY4": {"num_key_value_heads"},
     "SARVAM": {"use_qk_norm"},
-    # Without `apply_scale` nothing is corrected; what stands outside of text_config counts; `rope_type` does.
-    "SMALL4": {"mscale", "mscale_all_dim", "max_position_embeddings", "type", "tie_word_embeddings"},
+    # Without `apply_scale` nothing is corrected; what stands outside of text_config counts.
+    "SMALL4": {"mscale", "mscale_all_dim", "max_position_embeddings", "tie_word_embeddings"},
 }
 PUBLISHED = {
     "YOUTU": YOUTU,

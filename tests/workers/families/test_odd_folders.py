@@ -97,14 +97,19 @@ OTHER = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
         ({"rope_parameters": PLAIN, "rope_scaling": OTHER}, ["rope_scaling", "differ", "remove one of them"]),
         ({"rope_parameters": {"full_attention": YARN}}, ["rope_parameters.full_attention", "into rope_parameters"]),
         ({"rope_parameters": {"factor": 8.0, "rope_theta": 1e4}}, ["rope_", "supported|lacks"]),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 1e4}, "rope_scaling": {**YARN, "rope_theta": 1e6}},
+            ["rope_scaling", "differ", "remove one of them"],
+        ),
+        ({"rope_parameters": {**YARN, "type": "default"}}, ["rope_type = 'yarn'", "type = 'default' differ"]),
         ({"partial_rotary_factor": 0.25}, ["partial_rotary_factor = 0.25"]),
     ],
-    ids=["two ropes", "a rope of a kind of layers", "a factor of nothing", "a part"],
+    ids=["two ropes", "a rope of a kind of layers", "a factor of nothing", "two bases", "two types", "a part"],
 )
 def test_ropes_that_would_be_misread_are_refused(
     kind: str, change: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
-    """Before, the first three were plain rope, or one of two; transformers 5.24 takes `rope_scaling` of both."""
+    """Before, all but the last were plain rope, or one of two; transformers 5.24 takes `rope_scaling` of both."""
     write_tiny(tmp_path, kind)
     rope = {} if "partial_rotary_factor" in change else {"rope_scaling": None}
     rewritten(tmp_path, lambda config: {**config, **rope, **change})
@@ -123,6 +128,21 @@ def test_both_names_of_one_rope(kind: str, tmp_path: Path) -> None:
         rope = dict(config["rope_parameters"])
         theta, name = rope.pop("rope_theta"), rope.pop("rope_type")
         return {**config, "rope_theta": theta, "rope_scaling": {**rope, "type": name}}
+
+    rewritten(tmp_path, change)
+    assert load_config(tmp_path) == want
+
+
+@pytest.mark.parametrize("kind", ["v3-yarn", "axk1-no-bias", "mistral4"])
+def test_both_names_of_one_rope_in_other_types_of_numbers(kind: str, tmp_path: Path) -> None:
+    """transformers 5 writes a factor of 40 as 40.0 into `rope_parameters`; beside it may stand what the maker wrote."""
+    want = load_config(write_tiny(tmp_path, kind))
+
+    def change(config: dict[str, Any]) -> dict[str, Any]:
+        rope = config["rope_parameters"]
+        whole = {name: int(value) for name, value in rope.items() if isinstance(value, float) and value.is_integer()}
+        assert "factor" in whole
+        return {**config, "rope_scaling": {**rope, **whole}}
 
     rewritten(tmp_path, change)
     assert load_config(tmp_path) == want
@@ -148,6 +168,7 @@ def test_a_params_json_speaks_of_both_names_of_one_rope(tmp_path: Path) -> None:
         ("mistral4", {"scoring_func": "sigmoid"}, "scoring_func"),
         ("mistral4", {"layer_types": ["sliding_attention"] * 3}, "layer_types"),
         ("youtu", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ("youtu", {"layer_types": 3}, "layer_types"),
     ],
 )
 def test_what_would_compute_otherwise_is_refused(kind: str, change: dict[str, Any], word: str, tmp_path: Path) -> None:
