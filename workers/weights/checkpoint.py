@@ -40,8 +40,8 @@ def _file_names(folder: Path) -> tuple[bool, list[str]]:
         if index.exists():
             try:
                 files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-                if wrong := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
-                    raise ValueError(f"its weight_map names {wrong[0]!r}, which is no file beside it")
+                if wrong := [file for file in files if not _is_inside(file)]:
+                    raise ValueError(f"its weight_map names {wrong[0]!r}, which is no file of this folder")
                 return stem == "consolidated", sorted(files)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise WeightsError(f"cannot read {index}: {error!r}") from error
@@ -51,6 +51,11 @@ def _file_names(folder: Path) -> tuple[bool, list[str]]:
         f"there is neither model.safetensors.index.json nor model.safetensors in {folder}, nor are there such "
         "files whose names begin with consolidated"
     )
+
+
+def _is_inside(file: object) -> bool:
+    """Whether an index names a file of its own folder, or of one in it."""
+    return isinstance(file, str) and file != "" and not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
 @dataclass

@@ -178,12 +178,22 @@ def test_what_would_compute_otherwise_is_refused(kind: str, change: dict[str, An
         parse_config(config | change)
 
 
-@pytest.mark.parametrize("file", [3, "../elsewhere.safetensors", None])
-def test_an_index_names_files_beside_it(file: Any, tmp_path: Path) -> None:
+def test_files_may_be_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "youtu")
+    want = logits(tmp_path)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights" / "all.safetensors")
+    index = {"weight_map": {"model.norm.weight": "weights/all.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits(tmp_path), want)
+
+
+@pytest.mark.parametrize("file", [3, "../elsewhere.safetensors", "/elsewhere.safetensors", "", None])
+def test_an_index_names_files_of_its_folder(file: Any, tmp_path: Path) -> None:
     write_tiny(tmp_path, "youtu")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
-    with pytest.raises(WeightsError, match=r"names .* no file beside it"):
+    with pytest.raises(WeightsError, match=r"names .* no file of this folder"):
         load_fp32(tmp_path)
 
 
