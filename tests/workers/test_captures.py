@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from tests.rank_processes import run_ranks
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.called_graphs import CalledGraph, call_graphs
@@ -29,7 +30,7 @@ from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
 from workers.rank import inherited_proof
 from workers.rank import rank as rank_module
-from workers.rank.captures import Captures, SelfTestFailedError
+from workers.rank.captures import Captures, SelfTestFailedError, bytes_of_copies
 from workers.rank.inherited_proof import InheritedWarmUp, Measured
 from workers.scheduler import captures
 from workers.step.parts import StepParts
@@ -112,6 +113,31 @@ def test_streams_go_on_unchanged_while_graphs_are_captured_and_proven(
     assert run.reports[-1].passed
     assert run.reports[-1].left_out == 0
     assert run.scheduler.stats().pages_free == whole.scheduler.stats().pages_free
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_rings_of_rows_stay_what_they_are_while_graphs_are_captured_and_proven(
+    tmp_path: Path, made: list[CalledGraph], compiled: list[int | None], inherits: bool
+) -> None:
+    """DeepSeek V4 keeps the newest tokens of each row in rings: a proof overwrites them as it does the tables of slots."""
+    config, model = tiny_v4(seed=1)
+    folder = write_v4(tmp_path, config, published_v4(model))
+    keeper = WeightKeeper()
+    try:
+        whole = engine(folder, keeper=keeper.path(), width=1)
+        ask(whole, 0, 5)
+        want = tokens(whole)
+        run = engine(folder, waiting=2, keeper=keeper.path() if inherits else None, width=1)
+        assert compiled == [None, 2 if inherits else None]
+        rings = run.runner.parts.cache.rings
+        slots = run.runner.parts.state.kept_bytes
+        assert bytes_of_copies(run.runner) - slots > sum(ring.nbytes for ring in rings) > 0
+        ask(run, 0, 5)
+        assert tokens(run) == want
+        assert not graphs_of(run).left
+        assert run.reports[-1].passed
+    finally:
+        keeper.close()
 
 
 def test_the_buckets_of_the_waiting_rows_come_first_and_larger_ones_serve_for_smaller(
