@@ -119,7 +119,7 @@ def test_streams_go_on_unchanged_while_graphs_are_captured_and_proven(
 def test_rings_of_rows_stay_what_they_are_while_graphs_are_captured_and_proven(
     tmp_path: Path, made: list[CalledGraph], compiled: list[int | None], inherits: bool
 ) -> None:
-    """DeepSeek V4 keeps the newest tokens of each row in rings: a proof overwrites them as it does the tables of slots."""
+    """DeepSeek V4 keeps the newest tokens of each row in rings: a proof overwrites them as it does tables of slots."""
     config, model = tiny_v4(seed=1)
     folder = write_v4(tmp_path, config, published_v4(model))
     keeper = WeightKeeper()
