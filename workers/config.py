@@ -198,7 +198,8 @@ class EngineConfig(BaseModel):
     """Longest time that a launched step may take before the replica is given up as hung.
 
     auto: twenty times as long as the longest step of its kind that the self-test measured, and more with long contexts,
-    but 3 seconds at the least and 60 at the most; 60 where nothing was measured, as on a CPU."""
+    but 3 seconds at the least and 60 at the most; 60 where nothing was measured, as on a CPU, where rows have grammars,
+    and without `graphs`, where a step may have to wait for the compiler."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 3.0
     """Longest time that a process of the replica may be silent before the replica is given up."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0

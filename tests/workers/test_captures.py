@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from tests.rank_processes import run_ranks
 from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.called_graphs import CalledGraph, call_graphs
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.graphs import graph_runner
-from workers.graphs.capture import warm_up_portion
+from workers.graphs.capture import Warmed, warm_up_portion
 from workers.graphs.graph_runner import NOT_YET, GraphRunner, UncapturedStep
 from workers.graphs.portions import Portion
 from workers.graphs.segments import CapturedStage
@@ -29,10 +30,12 @@ from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
 from workers.rank import inherited_proof
 from workers.rank import rank as rank_module
-from workers.rank.captures import Captures, SelfTestFailedError
+from workers.rank.captures import Captures, SelfTestFailedError, bytes_of_copies
+from workers.rank.inherited_proof import InheritedWarmUp, Measured
 from workers.scheduler import captures
 from workers.step.parts import StepParts
 from workers.step.stage import Stage
+from workers.weights.kept import KeptWeights
 
 SETTINGS: dict[str, Any] = {"max_rows": 6, "token_budget": 40, "cache_pages": 120, "max_context": 200, "device": "cpu"}
 
@@ -110,6 +113,31 @@ def test_streams_go_on_unchanged_while_graphs_are_captured_and_proven(
     assert run.reports[-1].passed
     assert run.reports[-1].left_out == 0
     assert run.scheduler.stats().pages_free == whole.scheduler.stats().pages_free
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_rings_of_rows_stay_what_they_are_while_graphs_are_captured_and_proven(
+    tmp_path: Path, made: list[CalledGraph], compiled: list[int | None], inherits: bool
+) -> None:
+    """DeepSeek V4 keeps the newest tokens of each row in rings: a proof overwrites them as it does tables of slots."""
+    config, model = tiny_v4(seed=1)
+    folder = write_v4(tmp_path, config, published_v4(model))
+    keeper = WeightKeeper()
+    try:
+        whole = engine(folder, keeper=keeper.path(), width=1)
+        ask(whole, 0, 5)
+        want = tokens(whole)
+        run = engine(folder, waiting=2, keeper=keeper.path() if inherits else None, width=1)
+        assert compiled == [None, 2 if inherits else None]
+        rings = run.runner.parts.cache.rings
+        slots = run.runner.parts.state.kept_bytes
+        assert bytes_of_copies(run.runner) - slots > sum(ring.nbytes for ring in rings) > 0
+        ask(run, 0, 5)
+        assert tokens(run) == want
+        assert not graphs_of(run).left
+        assert run.reports[-1].passed
+    finally:
+        keeper.close()
 
 
 def test_the_buckets_of_the_waiting_rows_come_first_and_larger_ones_serve_for_smaller(
@@ -427,3 +455,28 @@ def test_all_ranks_capture_at_the_same_place(
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     assert ranks[0] == ranks[1]
     assert ranks[0] == (tokens(whole), names(whole))
+
+
+def recalling_main(rank: int, place: Path) -> None:
+    """Be a rank that remembers several engines before it, and leave which of them it inherits from."""
+    config = EngineConfig(model="demo", tensor_parallel=2)
+    cpu, keeper = torch.device("cpu"), WeightKeeper()
+    group = Group.connect(config.mesh(rank), f"file://{place}/rendezvous", cpu, timeout_s=120)
+    inherited, found = [], InheritedWarmUp(KeptWeights(keeper.path(), group, cpu), config)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(inherited_proof, "still_compiled", lambda folders: True)
+            for pages, context in ((9, 200), (9 + rank, 200), (9, 200 - rank)):
+                found.note(Measured(Warmed(100 + rank, 10, 5), pages, context, ("KERNEL",)))
+                inherited.append(found.recall() is not None)
+    finally:
+        keeper.close()
+        Group.close()
+    torch.save(inherited, place / f"rank{rank}.pt")
+
+
+def test_ranks_that_remember_different_engines_inherit_nothing(tmp_path: Path) -> None:
+    """An engine may end when one rank has noted what it measured, and another has not. How much memory graphs need may
+    differ between ranks; pages and the longest request decide what all of them do next."""
+    run_ranks(recalling_main, 2, tmp_path)
+    assert [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)] == [[True, False, False]] * 2

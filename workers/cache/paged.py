@@ -5,7 +5,8 @@ Shape legend: E entries, C features or bytes of an entry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -98,6 +99,21 @@ class PagedCache:
             ring.zero_()
         if self.snapshots is not None:
             self.snapshots.clear()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the device that `kept` takes."""
+        return sum(ring.nbytes for ring in self.rings)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put the rings of all slots back at the end of the block."""
+        copies = [ring.clone() for ring in self.rings]
+        try:
+            yield
+        finally:
+            for ring, copy in zip(self.rings, copies, strict=True):
+                ring.copy_(copy)
 
     def entry_bits(self, layer: int, entry_E: Tensor) -> Tensor:
         """All bits of some entries of a layer, as integers [E, C]. `entry_E` (int64): page * entries of a page +

@@ -176,7 +176,7 @@ def memory_plan(
     exchanged = Inbox.nbytes(shards.count) if shards.count > 1 else 0
     rest = _bytes_of(sampling) + _bytes_of(state) + rope + exchanged + beside
     if graphs and config.selftest and not config.host_cache_bytes:
-        rest += state.kept_bytes + sampling.kept_bytes  # copies, while graphs are proven beside streams
+        rest += state.kept_bytes + rings + sampling.kept_bytes  # copies, while graphs are proven beside streams
     record_bytes = record_layout(model.caches)[-1]
     if config.host_cache_bytes:
         # As on one node, where all ranks share what is saved.

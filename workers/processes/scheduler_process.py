@@ -344,8 +344,10 @@ class SchedulerProcess:
         elif self._launched:
             waited = now - self._launched[min(self._launched)]
             limit_s = longest_s
-            # While it stands by, the GPU is busy with the engine that serves, and nobody waits for it.
-            if config.step_timeout_s == "auto" and not self._stands_by and waited > step_limit.LEAST_S:
+            # While it stands by, the GPU is busy with the engine that serves, and nobody waits for it. Without graphs
+            # nothing is compiled ahead: any step may have kernels to compile, one after the other.
+            by_measure = config.step_timeout_s == "auto" and config.graphs and not self._stands_by
+            if by_measure and waited > step_limit.LEAST_S:
                 limit_s = min(longest_s, scheduler.step_limit_s or longest_s)
             if waited > limit_s:
                 cause = f"step {min(self._launched)} made no progress for {waited:.0f} s"

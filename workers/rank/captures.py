@@ -98,10 +98,11 @@ class Captures:
         return PortionCaptured(rank, message.number, seconds, times if rank == 0 else ())
 
     def _passes(self, proof: GraphProof, portion: Portion, pages: Sequence[int]) -> bool:
-        """Prove a portion on these pages alone, and leave slots and all other pages as they were."""
+        """Prove a portion on these pages alone, and leave slots, their rings and all other pages as they were."""
         parts = self._runner.parts
         with ExitStack() as kept:
             kept.enter_context(parts.state.kept())
+            kept.enter_context(parts.cache.kept())
             if parts.sampling is not None:
                 kept.enter_context(parts.sampling.kept())
             return proof.prove(portion, pages)
@@ -116,8 +117,8 @@ class Captures:
 
 def bytes_of_copies(runner: Runner) -> int:
     """Return the bytes of the device that a proof while rows run takes for copies of the slots (`Captures`)."""
-    sampling = runner.parts.sampling
-    return runner.parts.state.kept_bytes + (0 if sampling is None else sampling.kept_bytes)
+    parts, sampling = runner.parts, runner.parts.sampling
+    return parts.state.kept_bytes + parts.cache.kept_bytes + (0 if sampling is None else sampling.kept_bytes)
 
 
 def tell(

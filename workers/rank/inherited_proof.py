@@ -93,8 +93,14 @@ class InheritedWarmUp(_Remembered):
 
     def recall(self) -> Measured | None:
         """Return what was found by an engine that had the same of everything, where its kernels are still in Triton's
-        cache; None without it, on this rank or any other, and where kept weights were damaged. Collective."""
-        return self._recall(Measured, lambda found: still_compiled(found.kernels), "all steps are warmed up")
+        cache; None without it, on this rank or any other, where ranks remember different engines, as when one ended
+        while it was noted, and where kept weights were damaged. Collective."""
+        found = self._recall(Measured, lambda found: still_compiled(found.kernels), "all steps are warmed up")
+        if found is None:  # on every rank
+            return None
+        sizes = torch.tensor([found.pages, found.context], dtype=torch.int64, device=self._kept.device)
+        least, most = self._kept.group.minimum(torch.cat([sizes, -sizes])).chunk(2)
+        return found if torch.equal(least, -most) else None  # they decide what all ranks do next
 
     def note(self, found: Measured) -> None:
         """Remember it, if all its kernels are known."""

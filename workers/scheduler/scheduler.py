@@ -252,11 +252,17 @@ class Scheduler:
 
     @property
     def step_limit_s(self) -> float | None:
-        """Seconds that the oldest step in flight may take; None where nothing says so, as while graphs are still to be
-        captured, and steps run without them."""
-        if not self._flights or self._captures.left or self._captures.under_way:
+        """Seconds until the oldest step in flight is to have its result; None where nothing says so, as while graphs
+        are still to be captured, and steps run without them, or where rows have grammars, whose masks take as long as
+        they take. Steps behind it count, too: ranks launch one before they tell the result of the one before, and may
+        have to wait meanwhile, for a mask, or until the device has room for more launches."""
+        if self._captures.left or self._captures.under_way or any(flight.plan.constrained for flight in self._flights):
             return None
-        flight = self._flights[0]
+        limits = [self._limit_s(flight) for flight in self._flights]
+        known = [limit_s for limit_s in limits if limit_s is not None]
+        return max(known) if known and len(known) == len(limits) else None
+
+    def _limit_s(self, flight: Flight) -> float | None:
         ends = [row.start + len(row.tokens) for row in flight.plan.prefill]
         deepest = max(chain(ends, (sequence.tokens.length for sequence in flight.decode)))
         return self._step_limit.seconds(deepest, prompts=bool(flight.prefill))

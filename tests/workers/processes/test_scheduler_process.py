@@ -277,6 +277,21 @@ def test_a_step_that_takes_many_times_what_it_should_is_given_up_sooner(
 
 
 @pytest.mark.alone
+def test_without_graphs_a_step_may_have_kernels_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing compiles them ahead then. The self-test has measured a few steps whose kernels were compiled."""
+    monkeypatch.setattr(step_limit, "LEAST_S", 0.1)
+    monkeypatch.setattr(config, "LONGEST_STEP_S", 2.0)
+    with played(serving=False, graphs=False) as world:
+        world.ready(1, step_times=(StepTime(1, 1, 0.01), StepTime(1, 1, 0.01, prompt_tokens=60)))
+        assert isinstance(world.hears(Ready), Ready)
+        world.ask("a")
+        world.plan()
+        begin = time.monotonic()
+        assert re.fullmatch(r"step 1 made no progress for \d+ s", world.fault())
+        assert time.monotonic() - begin > 1.8
+
+
+@pytest.mark.alone
 def test_an_engine_that_stands_by_has_as_long_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU may be busy with the one that serves."""
     monkeypatch.setattr(step_limit, "LEAST_S", 0.1)
