@@ -50,7 +50,7 @@ def twins(kind: str, fp8_cache: bool) -> tuple[Model, Model]:
         config |= {"model_type": "deepseek_v3"}
         dense = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
         save_file(dense, folder / "model.safetensors")
-        bare = {name: value for name, value in config.items() if not name.startswith("index")}
+        bare = {name: value for name, value in config.items() if not name.startswith(("index", "layer_types"))}
         (folder / "config.json").write_text(json.dumps(bare))
         return model, load_model(folder, invariant=True, fp8_cache=fp8_cache, **how)
 
