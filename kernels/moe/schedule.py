@@ -34,8 +34,8 @@ FOUR_BIT_PAIRS: Final = (2, 8)
 THREE_SINGLE: Final = 3
 """Most blocks of 64 rows of a single token's product, on each multiprocessor, for which it has three programs and no
 room for a fourth: more than three on one would leave others idle. More blocks have four programs. With three, and
-THREE_AHEAD, V4 Flash's token took 36.4 us in place of about 47 on an H200 (`python bench/moe.py --model v4-flash
---format mxfp4 --tokens 1`)."""
+THREE_AHEAD, V4 Flash's token took 36.4 us on an H200, and 47.5 with four, two steps on their way, and more asked of the
+L2 cache (`python bench/moe.py --model v4-flash --format mxfp4 --tokens 1`)."""
 THREE_AHEAD: Final = 4
 """Steps of weights that are on their way there, where the features are whole multiples of them."""
 FEW_FOUR_BIT: Final = 4
