@@ -2,6 +2,7 @@
 
     python bench/engine_step.py                       # a DeepSeek-V3 slice, 1, 16 and 64 rows
     python bench/engine_step.py --shape v2-lite --rows 16
+    python bench/engine_step.py --shape v2-lite --rows 1 --invariant --timeline    # in invariant mode; kernels
     python bench/engine_step.py --shape v4-flash --layers 8 --timeline    # of DeepSeek V4 Flash; each kernel's share
     python bench/engine_step.py --shape v4-flash --layers 8 --prompts 8192,32768 --timeline    # prompts, not rows
 
@@ -140,7 +141,7 @@ class Engine:
         return sum(int(chosen_TX.any(0).sum()) for chosen_TX in noted) / max(1, len(noted))
 
 
-def compare(folder: Path, rows: int, steps: int, kernels: bool) -> None:
+def compare(folder: Path, rows: int, steps: int, kernels: bool, invariant: bool) -> None:
     """Print the line of one number of rows."""
     most = INPUT + 4 * steps + 4 * REPLAYS
     config = EngineConfig(
@@ -153,6 +154,7 @@ def compare(folder: Path, rows: int, steps: int, kernels: bool) -> None:
         cache_pages=rows * (most // 64 + 2) + 2,
         prefix_cache=False,
         selftest=False,
+        invariant=invariant,
     )
     engine = Engine(config, rows)
     for _ in range(rows):
@@ -165,7 +167,9 @@ def compare(folder: Path, rows: int, steps: int, kernels: bool) -> None:
     del engine
     gc.collect()
     torch.cuda.empty_cache()
-    if model.config.compression is None:
+    if invariant:
+        beside = "in invariant mode"
+    elif model.config.compression is None:
         with torch.inference_mode():
             case = Case(model, rows, 1, INPUT + steps, room(1))
             drawn_experts = chosen_experts(case)
@@ -214,6 +218,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", help="numbers of tokens: time reading of prompts instead")
+    parser.add_argument("--invariant", action="store_true", help="rows in invariant mode")
     parser.add_argument("--timeline", action="store_true", help="print what each kernel of a graph takes")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -226,7 +231,7 @@ def main() -> None:
             read_prompts(Path(made), [int(tokens) for tokens in given.prompts.split(",")], given.timeline)
             return
         for rows in given.rows.split(","):
-            compare(Path(made), int(rows), given.steps, given.timeline)
+            compare(Path(made), int(rows), given.steps, given.timeline, given.invariant)
 
 
 if __name__ == "__main__":
