@@ -10,9 +10,10 @@ The steps: the tests that take several GPUs; the all-reduce of steps, of every s
 per token and prefill with one rank, two and all, and what a rank's share of a step takes by itself, beside which the
 rest is communication; greedy tokens in invariant mode, which have to be equal with one rank, two and all, and with all
 where these share out one cache, with the cache in bf16 and in FP8; the self-test with all ranks, with a cache on each
-of them and with one; and 128 streams over HTTP, of one replica with all ranks and of two with half of them each,
-through the router. Steps that take a part of the GPUs run side by side. What it costs and gives to share out a cache,
-`bench/shards.py` prints.
+of them and with one; 128 streams over HTTP, of one replica with all ranks and of two with half of them each, through
+the router; what it costs and gives to share out a cache (`bench/shards.py`); how long streams wait when one of the
+ranks is killed; and sessions that return, of one replica whose ranks share out a cache with host memory behind it, and
+of two replicas with half of the GPUs and of that memory each. Steps that take a part of the GPUs run side by side.
 
 With `--generated` weights are made as they are read (`bench/generated.py`), and nothing is done with fewer ranks, for
 models such as DeepSeek-V3 that only fit all: the all-reduce, the self-test, time per token without drafts and with,
@@ -41,6 +42,11 @@ from steps import LATENTSERVE, PYTHON, ROOT, Step, add_options, chosen_steps, li
 PROMPT = "3,14,15,92,65,35,89,79"
 SHARES = ("v2-lite", "v3-slice", "v3")
 """Shapes of which `bench/share.py` knows a rank's share."""
+SESSIONS = ("--sessions", "40", "--turns", "8", "--first", "4000", "--last", "15000", "--think", "0.5", "3")
+"""Options of the sessions that return: more tokens than the caches of `any_model_steps` have room for."""
+KILLED = ("--device", "cuda", "--streams", "16", "--prompt", "2000", "--tokens", "1500", "--token-budget", "8192",
+          "--kills", "1", "--standby", "none", "hot", "--no-invariant")  # fmt: skip
+"""Options of the streams one of whose ranks is killed: with weights that stay, and with an engine that stands by."""
 LOAD = ("--concurrency", "128", "--requests", "1024", "--input", "256", "--output", "128", "--token-ids", "--json")
 """Options of the load. Of random weights most tokens have no text: the folder's tokenizer is that of a smaller
 vocabulary."""
@@ -55,6 +61,11 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     serve = (*LATENTSERVE, "serve", *model, "--max-context", "4096", "--max-rows", "128")
     load = ((*LATENTSERVE, "bench", "http", *LOAD),)
     rows = ("--rows", "1,16,64,256", "--widths", "1")
+    # Every GPU has 1,200 pages, and all have 40 GB of host memory together.
+    returned = (*LATENTSERVE, "serve", *model, "--max-context", "16000")
+    sharing = ("--cache-shards", str(ranks), "--cache-pages", str(1200 * ranks), "--host-cache-bytes", str(40 * 10**9))
+    two = ("--replicas", "2", "--cache-pages", "1200", "--host-cache-bytes", str(20 * 10**9))
+    returning = ((PYTHON, "bench/returning.py", *SESSIONS),)
     tests = (PYTHON, "tests/gpu_tests.py", "--jobs", "5", "--workers", "8", "--timeout", "390")
     share = (PYTHON, "bench/share.py", "--shape", shape, "--ranks", str(ranks), *rows)
 
@@ -83,6 +94,10 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
         of(ranks, "selftest-shards", *LATENTSERVE, "selftest", *model, "--cache-shards", str(ranks)),
         Step("http-1", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks))),
         Step("http-2", load, 240.0, server=(*serve, "--tensor-parallel", str(ranks // 2), "--replicas", "2")),
+        Step("shards", ((PYTHON, "bench/shards.py", "--ranks", str(ranks)),), 500.0),
+        of(ranks, "gap", PYTHON, "bench/standby_gap.py", *model, *KILLED),
+        Step("returning-1", returning, 240.0, server=(*returned, "--tensor-parallel", str(ranks), *sharing)),
+        Step("returning-2", returning, 240.0, server=(*returned, "--tensor-parallel", str(ranks // 2), *two)),
     ]
 
 
