@@ -1,14 +1,17 @@
 """Files with which users start clusters and applications, checked without a cloud."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from deploy.config.application import ServeConfig
+from deploy.serve.application import bundles
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTERS = ["cluster.yaml", "deploy/cluster/on-premise.yaml"]
@@ -47,6 +50,56 @@ def test_the_cloud_s_nodes_are_a_head_without_gpu_and_eight_h200() -> None:
     assert workers["node_config"]["InstanceType"] == "p5en.48xlarge"
     assert workers["resources"]["GPU"] == 8
     assert workers["max_workers"] <= config["max_workers"]
+
+
+def of_eight_gpus() -> ServeConfig:
+    """Settings of deploy/serve.yaml for replicas of eight GPUs, whose number follows the load as its comment says."""
+    text = (ROOT / "deploy/serve.yaml").read_text()
+    (most,) = re.findall(r"autoscaling: \{max_replicas: (\d+)\}", text)
+    args = yaml.safe_load(text)["applications"][0]["args"]
+    engine = {**args["engine"], "tensor_parallel": 8, "device": "cuda"}
+    return ServeConfig.model_validate(
+        {**args, "engine": engine, "autoscaling": {"max_replicas": int(most)}, "gpus_per_rank": 1}
+    )
+
+
+def autoscaler_config() -> Any:
+    from ray.autoscaler.v2.instance_manager.config import FileConfigReader
+
+    return FileConfigReader(str(ROOT / "cluster.yaml"), skip_content_hash=True).get_cached_autoscaling_config()
+
+
+def test_the_cloud_s_nodes_are_as_many_as_the_replicas() -> None:
+    """A replica of eight ranks takes a node: one stays for the least replicas, and there may be one for each of the
+    most."""
+    cluster, config = autoscaler_config(), of_eight_gpus()
+    types = cluster.get_node_type_configs()
+    assert types["h200"].min_worker_nodes == config.least_replicas
+    assert types["h200"].max_worker_nodes == cluster.get_max_num_worker_nodes() == config.most_replicas
+    # A node outlasts the time in which Serve makes up its mind to end a replica and to start one.
+    assert cluster.get_idle_timeout_s() > config.autoscaling.downscale_delay_s + config.autoscaling.upscale_delay_s
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 2, 4, 5])
+def test_ray_s_autoscaler_starts_a_node_for_each_replica(replicas: int) -> None:
+    """Ray's own scheduler, told of replicas that wait for room as Ray tells it: by their placement groups."""
+    from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+    from ray.autoscaler.v2.utils import ResourceRequestUtil
+    from ray.core.generated.autoscaler_pb2 import GangResourceRequest
+
+    cluster = autoscaler_config()
+    waiting = GangResourceRequest(requests=[ResourceRequestUtil.make(each) for each in bundles(of_eight_gpus())])
+    reply = ResourceDemandScheduler(None).schedule(
+        SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=cluster.get_node_type_configs(),
+            max_num_nodes=cluster.get_max_num_nodes(),
+            gang_resource_requests=[waiting] * replicas,
+        )
+    )
+    launched = {each.instance_type: each.count for each in reply.to_launch}
+    assert launched == {"h200": max(1, min(replicas, 4))}, "one stays, and there are at most four"
+    assert len(reply.infeasible_gang_resource_requests) == max(0, replicas - 4)
 
 
 def test_the_on_premise_variant_starts_all_its_machines() -> None:

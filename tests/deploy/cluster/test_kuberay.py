@@ -83,6 +83,19 @@ def test_sizes_agree(manifest: dict[str, Any], tmp_path: Path) -> None:
     assert int(limits["cpu"]) >= processes * config.cpus_per_process
 
 
+def test_nodes_come_and_go_with_replicas(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """As many nodes as replicas may come, and an idle one stays for as long as one of cluster.yaml."""
+    data, config = application(manifest, tmp_path)
+    cluster = manifest["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    (engine,) = data["applications"][0]["deployments"]
+    assert cluster["enableInTreeAutoscaling"]
+    assert workers["minReplicas"] <= engine["num_replicas"] <= workers["maxReplicas"]
+    assert workers["minReplicas"] == config.least_replicas
+    cloud = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] == 60 * cloud["idle_timeout_minutes"]
+
+
 def test_versions_are_those_of_the_project(manifest: dict[str, Any]) -> None:
     pinned = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert manifest["spec"]["rayClusterConfig"]["rayVersion"] == pinned["ray"]
