@@ -124,8 +124,8 @@ class AttendWorkspace:
 
 def _parts(room: int, tiles: int) -> int:
     """Parts of a token's entries: a power of two, where there is room for so many programs of each token."""
-    wanted = triton.next_power_of_2(-(-tiles // TILES_OF_PART))
-    return min(1 << max(0, room.bit_length() - 1), wanted, MOST_PARTS)
+    wanted = -(-tiles // TILES_OF_PART)
+    return min(1 << max(0, room.bit_length() - 1), 1 << max(0, wanted - 1).bit_length(), MOST_PARTS)
 
 
 def attend(

@@ -2,9 +2,9 @@
 are on their way before they are needed.
 
 A program has a few features of the token and goes through its pairs. A thread asks for 16 bytes of weights of every
-row, which lie side by side among the threads of a warp, and for their scales, AHEAD steps before it multiplies them; the
-first ones before the wait for `gate_up`, on which weights do not depend. It keeps sums of its own until all pairs are
-added, so that no thread waits for another one before the end.
+row, which lie side by side among the threads of a warp, and for their scales, AHEAD steps before it multiplies them;
+for the first ones before the wait for `gate_up`, on which weights do not depend. It keeps sums of its own until all
+pairs are added, so that no thread waits for another one before the end.
 
 Gluon, for compute capability 9.0, which makes fp16 of two weights in FP8 with one instruction, exactly.
 """
