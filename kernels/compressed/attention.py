@@ -223,6 +223,18 @@ def attend(
     if SIZES.dependent:
         gdc_launch_dependents()
         gdc_wait()
+    m = block * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, LANES)
+    inside = m < heads
+    wanted = inside[:, None]
+    if PIECES * LANES != FEATURES:
+        wanted = wanted & (c < FEATURES)[None, :]
+    vector = (token * heads + m)[:, None]
+    queries = ()
+    # Before the entries are listed, which takes several answers of memory, one after the other.
+    for piece in tl.static_range(PIECES):
+        query = q + vector * FEATURES + piece * LANES + c[None, :]
+        queries = queries + (tl.load(query, mask=wanted, other=0.0, cache_modifier=PAST),)
     own, place, there, sees, p, least, near, total, outside = span_of(
         token, position, row, slot, rows, places, most, SIZES
     )
@@ -240,19 +252,9 @@ def attend(
     if SIZES.first:
         drop_odd(mine, begin, end, ring, step, paged, SIZES, TILE)
 
-    m = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, TILE)
-    c = tl.arange(0, LANES)
-    inside = m < heads
-    wanted = inside[:, None]
-    if PIECES * LANES != FEATURES:
-        wanted = wanted & (c < FEATURES)[None, :]
-    vector = (token * heads + m)[:, None]
-    queries = ()
     sums = ()
-    for piece in tl.static_range(PIECES):
-        query = q + vector * FEATURES + piece * LANES + c[None, :]
-        queries = queries + (tl.load(query, mask=wanted, other=0.0, cache_modifier=PAST),)
+    for _piece in tl.static_range(PIECES):
         sums = sums + (tl.zeros((BLOCK, LANES), tl.float32),)
     top = tl.full((BLOCK,), _LOWEST, tl.float32)
     weights = tl.zeros((BLOCK,), tl.float32)

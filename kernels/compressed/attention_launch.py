@@ -33,6 +33,11 @@ _LISTED: Final = 256
 """Entries that a program lists at a time."""
 _MERGED: Final = 8
 """Pieces that are added up at a time."""
+TILES_OF_PART: Final = 1
+"""Tiles of a part, where a token's entries are shared by as many programs as may be: a program goes through its tiles
+one after the other, and few tokens leave most multiprocessors idle."""
+MOST_PARTS: Final = 16
+"""Most parts of a token's entries. Every one of them leaves a piece that is written and read again."""
 
 
 class Tiling(NamedTuple):
@@ -104,9 +109,8 @@ class AttendWorkspace:
             may = is_hopper(empty(0, dtype=torch.int32).device) if hopper is None else hopper
         tiling = HOPPER if may else Tiling.of(heads, dtype.itemsize)
         blocks = 1 if may else -(-heads // tiling.block)
-        wanted = 1 if may else min(programs // max(tokens * blocks, 1), entries // (2 * tiling.tile))
         # Kernels are compiled for a number of parts, and few numbers of tokens should compile others.
-        parts = 1 << max(0, wanted.bit_length() - 1)
+        parts = 1 if may else _parts(programs // max(tokens * blocks, 1), -(-entries // tiling.tile))
         shared = parts if parts > 1 else 0
         return AttendWorkspace(
             tiling,
@@ -116,6 +120,12 @@ class AttendWorkspace:
             empty(tokens if may else 0, RECORD_FIELDS, dtype=torch.int32),
             programs,
         )
+
+
+def _parts(room: int, tiles: int) -> int:
+    """Parts of a token's entries: a power of two, where there is room for so many programs of each token."""
+    wanted = -(-tiles // TILES_OF_PART)
+    return min(1 << max(0, room.bit_length() - 1), 1 << max(0, wanted - 1).bit_length(), MOST_PARTS)
 
 
 def attend(

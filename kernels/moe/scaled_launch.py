@@ -29,9 +29,11 @@ TILED_PROGRAMS: Final = {2: 4, 8: 1}
 """Programs of several tokens' products with weights of four bits, on a multiprocessor, by the pairs of a tile."""
 TILED_REGISTERS: Final = 128
 """Registers of a thread with which that many programs fit."""
-NATIVE: Final = False
-"""Whether a Hopper GPU makes fp16 of a single token's weights in FP8 with its own instruction. No GPU has timed it yet:
-tests show only that it is right, and of what instructions it is made."""
+DOWN: Final = Product(8, 1024, 2, 2)
+"""The tile of a single token's `down` of weights in FP8 on Hopper: rows of a program, features of a step, steps whose
+weights are in registers (all but one of them on their way), warps."""
+DOWN_PROGRAMS: Final = 6
+"""Programs of it on a multiprocessor, at least: registers are limited to what lets them fit."""
 REARRANGED: Final = 1024
 """Features of a program that brings tokens into another order."""
 
@@ -102,7 +104,7 @@ def gate_up_singly(
         STORED=how,
         BLOCK=product.block,
         BLOCK_K=product.block_k,
-        NATIVE=NATIVE and is_hopper(matrix.device),
+        NATIVE=is_hopper(matrix.device),
         **_launched(product, dependent),
     )
 
@@ -120,6 +122,9 @@ def down_singly(
 ) -> None:
     """Down of weights in FP8, pair by pair, and the weighted sum, with what comes before it."""
     product, how = tiling.down, _in_bytes(matrix, tiling.stored[1])
+    if is_hopper(matrix.device) and shape.dtype == torch.bfloat16:
+        _down_on_hopper(id_TK, weight_TK, matrix, out_TE, scratch, shape, how, dependent, before_TE)
+        return
     scaled_single.down[(shape.tokens * product.blocks(shape.hidden),)](
         scratch.act_YI,
         matrix.data.view(torch.uint8),
@@ -138,8 +143,45 @@ def down_singly(
         STORED=how,
         BLOCK=product.block,
         BLOCK_K=product.block_k,
-        NATIVE=NATIVE and is_hopper(matrix.device),
         **_launched(product, dependent),
+    )
+
+
+def _down_on_hopper(
+    id_TK: Tensor,
+    weight_TK: Tensor,
+    matrix: Scaled,
+    out_TE: Tensor,
+    scratch: Workspace,
+    shape: ExpertsShape,
+    how: Stored,
+    dependent: bool,
+    before_TE: Tensor | None,
+) -> None:
+    from kernels.moe import scaled_down  # a machine without Hopper GPUs need not have Gluon
+
+    scaled_down.down[(shape.tokens * DOWN.blocks(shape.hidden),)](
+        scratch.act_YI.view(torch.int64),
+        matrix.data.view(torch.int32),
+        matrix.scales,
+        id_TK,
+        weight_TK,
+        out_TE if before_TE is None else before_TE,
+        out_TE,
+        BEFORE_STRIDE=0 if before_TE is None else before_TE.stride(0),
+        OUT_STRIDE=out_TE.stride(0),
+        COLUMNS=shape.chosen,
+        EXPERTS=shape.experts,
+        K=shape.intermediate,
+        FEATURES=shape.hidden,
+        ADD=before_TE is not None,
+        STORED=how,
+        BLOCK=DOWN.block,
+        PIECES=min(DOWN.block_k, triton.next_power_of_2(shape.intermediate)) // 16,
+        AHEAD=DOWN.stages - 1,
+        WARPS=DOWN.warps,
+        maxnreg=min(255, 65536 // (DOWN_PROGRAMS * DOWN.warps * 32) // 8 * 8),
+        **_launched(DOWN, dependent),
     )
 
 

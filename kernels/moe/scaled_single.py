@@ -2,7 +2,8 @@
 
 As `single`, which is the same of plain weights. A thread sums up the products of 16 bytes of weights, all of which
 share a scale, and multiplies the sum by it: weights themselves are never rounded. NATIVE: one instruction makes fp16 of
-two numbers, exactly, which GPUs have since Hopper; otherwise some ten make bf16 of four.
+two numbers, exactly, which Hopper has; otherwise some ten make bf16 of four. For `down` in bf16 Hopper has a kernel of
+its own (`scaled_down`).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -114,7 +115,6 @@ def down(
     STORED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NATIVE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """out[token] = the sum over its pairs, in order, of factor[pair] * down[expert] · act[pair], with ADD and
@@ -138,7 +138,7 @@ def down(
             one = tl.zeros([BLOCK, PIECES], tl.float32)
             for k0 in tl.static_range(0, K, BLOCK_K):
                 w, scale = _load(data, scales, expert, feature, k0, K, FEATURES, STORED, BLOCK_K)
-                one = _added(one, w, scale, act + pair * K, k0, K, BLOCK_K, NATIVE)
+                one = _added(one, w, scale, act + pair * K, k0, K, BLOCK_K, False)
             sum += tl.sum(one, 1) * tl.load(factor + pair, cache_modifier=".cg")
     if ADD:
         sum += tl.load(before + token * BEFORE_STRIDE + feature, cache_modifier=".cg").to(tl.float32)

@@ -7,6 +7,7 @@ from experts_case import Experts, Format
 
 from kernels.matrix import BlockScaled
 from kernels.moe import scaled_launch
+from kernels.moe.schedule import Product
 from tests.support.ptx import emulated
 
 pytestmark = pytest.mark.long
@@ -34,7 +35,6 @@ def test_every_tile(rows: int, format: Format, sizes: tuple[int, int], groups: i
 @pytest.mark.parametrize("format", [(16, 64), "mxfp8"])
 def test_a_single_token_on_hopper(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero and subnormal weights included, and more features than a step has."""
-    monkeypatch.setattr(scaled_launch, "NATIVE", True)
     monkeypatch.setattr(scaled_launch, "is_hopper", lambda device: True)
     case = Experts(1, 3, 5, 2112, 64, formats=(format, format), holes=True, limit=0.5)
     with emulated(1, consecutive=True, fences=False) as launches:
@@ -43,9 +43,31 @@ def test_a_single_token_on_hopper(format: Format, monkeypatch: pytest.MonkeyPatc
     case.check()
 
 
+@pytest.mark.parametrize(
+    ("format", "ahead", "sizes"),
+    [
+        ("mxfp8", 0, (64, 96)),
+        ("mxfp8", 1, (64, 64)),
+        ((16, 64), 2, (48, 160)),  # two steps and a half of a pair; the last block of rows is moved back
+        ((128, 128), 3, (64, 48)),
+    ],
+)
+def test_down_of_a_single_token_on_hopper(
+    format: Format, ahead: int, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are on their way while others are multiplied, of pairs with several steps and of one; pairs without
+    an expert, and something before the sum."""
+    monkeypatch.setattr(scaled_launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(scaled_launch, "DOWN", Product(32, 64, ahead + 1, 2))
+    case = Experts(1, 4, 5, *sizes, formats=(format, format), holes=True, added=True, seed=ahead)
+    with emulated(ahead, consecutive=True, fences=False) as launches:
+        case.run(case.tiling(rows=0), dependent=True)
+    assert launches == ["gate_up", "down"]
+    case.check()
+
+
 def test_every_weight_is_what_it_is_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN apart, which no checkpoint that is loaded holds."""
-    monkeypatch.setattr(scaled_launch, "NATIVE", True)
     monkeypatch.setattr(scaled_launch, "is_hopper", lambda device: True)
     code = torch.arange(256, dtype=torch.uint8)
     code[(code & 127) == 127] = 0

@@ -101,12 +101,19 @@ def test_tokens_compile_no_more() -> None:
 def test_one_instruction_makes_fp16_of_two_weights_of_a_token(
     model: tuple[int, int, int, int], format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then two follow for each weight, one that makes fp32 and one that multiplies. Sums take some besides."""
-    monkeypatch.setattr(scaled_launch, "NATIVE", True)
+    """Then two follow for each weight, one that makes fp32 and one that multiplies. Sums take some besides. Programs of
+    `down` find room on a multiprocessor as many as there are to be, with weights of two steps in their registers."""
     monkeypatch.setattr(scaled_launch, "is_hopper", lambda device: True)
-    for kernel in products(ExpertsShape(1, *model), format):
-        resources(kernel).check()
+    gate_up, down = products(ExpertsShape(1, *model), format)
+    programs, tile = scaled_launch.DOWN_PROGRAMS, scaled_launch.DOWN
+    resources(gate_up).check()
+    resources(down).check(65536 // (programs * tile.warps * 32))
+    for kernel in (gate_up, down):
         used = instructions(kernel)
-        assert 0.85 * used["FFMA"] <= 2 * used["F2FP"] <= 1.2 * used["FFMA"], used
+        multiplied = used["FFMA"] + used["FMUL"]
+        assert 0.8 * multiplied <= 2 * used["F2FP"] <= 1.2 * multiplied, used
         assert used["HMUL2"] == 0
         assert used["PRMT"] <= used["F2FP"]
+    # A thread asks for the weights of its rows 16 bytes at a time: of those ahead, and in the loop.
+    rows = tile.block * min(tile.block_k, model[3]) // (16 * 32 * tile.warps)
+    assert machine_code(down).count("LDG.E.EF.128") == tile.stages * rows
