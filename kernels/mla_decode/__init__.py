@@ -15,12 +15,12 @@ from torch import Tensor
 from kernels.latent_entry import entries as latent_entries
 from kernels.mla_decode import launch
 from kernels.mla_decode.invariant import invariant_mla_decode
-from kernels.mla_decode.schedule import INVARIANT_SPLIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.own_entries import OwnEntries
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
-__all__ = ["INVARIANT_SPLIT", "DecodeShape", "Workspace", "mla_decode", "mla_decode_reference", "schedule_decode"]
+__all__ = ["DecodeShape", "Workspace", "mla_decode", "mla_decode_reference", "schedule_decode"]
 
 GATHER_ELEMENTS: Final = 1 << 26
 """Cache elements gathered at once on a CPU; more rows than fit are taken in groups, so memory stays bounded."""

@@ -95,6 +95,7 @@ def check_tree(group: Group, device: torch.device) -> None:
             COLUMNS=columns,
             STRANDS=count,
             LAST=True,
+            FINEST=1,
             enable_fp_fusion=False,
         )
         assert torch.equal(out, want)
