@@ -1,9 +1,9 @@
 """The order in which invariant mode merges a row's pieces (`kernels.page.PIECE_PAGES`), whatever ranks have them.
 
 A row's pages, counted from its first, make stretches of `PIECE_PAGES`, and each of these is cut into pieces by its
-place in the row alone: the first `STRANDS` stretches, of 4,096 tokens, into four pieces each, those behind them into two, and
-those from `FINE_ROUNDS` times `STRANDS` on are one. So short rows have enough pieces for many multiprocessors, and long
-ones do not have more partial results for that.
+place in the row alone: the first `STRANDS` stretches, of 4,096 tokens, into four pieces each, those behind them into
+two, and those from `FINE_ROUNDS` times `STRANDS` on are one. So short rows have enough pieces for many multiprocessors,
+and long ones have hardly more partial results for that.
 
 Stretch p belongs to *strand* p mod `STRANDS`. A strand's pieces are merged one after the other, and the strands as a
 balanced binary tree: of S strands, strand i first with strand i + S / 2, and so on with what that leaves. A part is a

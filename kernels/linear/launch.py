@@ -252,8 +252,17 @@ def ring_of(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[s
     return {"STREAMS": streams, "DEPENDENT": dependent, "num_warps": cut.warps, **options(dependent)}
 
 
-def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool, dependent: bool = False) -> None:
-    """One product a head, of any number of tokens. `invariant`: the same tile whatever their number."""
+def tiled(
+    x_THN: Tensor,
+    weight_HFN: Tensor,
+    out_THF: Tensor,
+    *,
+    invariant: bool,
+    behind: int = 0,
+    dependent: bool = False,
+) -> None:
+    """One product a head, of any number of tokens. `invariant`: the same tile whatever their number. `behind`, a power
+    of two: so many features that lie behind those of `x_THN` in memory are copied to behind those of `out_THF`."""
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
     if not tokens:
@@ -283,6 +292,7 @@ def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool
         BLOCK_F=block_f,
         BLOCK_K=block_k,
         STAGES=stages,
+        BEHIND=behind,
         PRECISION="ieee" if wide else "tf32",
         DEPENDENT=dependent,
         num_warps=warps,

@@ -67,6 +67,7 @@ def mla_decode(
     invariant: bool = False,
     own: OwnEntries | None = None,
     shards: int = 1,
+    dependent: bool = False,
 ) -> None:
     """out = softmax(scale * q · cache) · cache[..., :L], every head reading the same latent cache.
 
@@ -86,6 +87,8 @@ def mla_decode(
       its log-sum-exps to the base 2.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
 
+    - `dependent`: programmatic dependent launch of the kernels that a workspace is planned for, see `launch`.
+
     A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what
     cache entries outside the bounds hold (NaN included), does not matter.
     Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
@@ -101,8 +104,8 @@ def mla_decode(
         return
     if workspace.shape.invariant != invariant:
         raise ValueError(f"the workspace was planned with invariant = {workspace.shape.invariant}")
-    launch.attend(*tensors, workspace, scale=scale, first=first, own=own)
-    launch.merge(out_RWHL, lse_RWH, workspace, shards=shards)
+    launch.attend(*tensors, workspace, scale=scale, first=first, own=own, dependent=dependent)
+    launch.merge(out_RWHL, lse_RWH, workspace, shards=shards, dependent=dependent)
 
 
 def mla_decode_reference(

@@ -200,9 +200,11 @@ def merge(out_RWHL: Tensor, lse_RWH: Tensor, workspace: Workspace, *, dependent:
             STRANDS=STRANDS // shards,
             LAST=shards == 1,
             FINEST=FINEST,
+            DEPENDENT=dependent,
             # As the exchange between shards is compiled, which merges the same way.
             enable_fp_fusion=False,
             num_warps=tiling.merge_warps,
+            **_options(dependent),
         )
         return
     most = min(shape.rows, tiling.ctas + 1)  # more can only be padded rows

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.mla_decode.schedule import CTA_FIELDS, ROW_FIELDS
 from kernels.strands import FINE_ROUNDS, pair_sum, pair_weights
@@ -52,15 +53,20 @@ def merge_strands(
     STRANDS: tl.constexpr,
     LAST: tl.constexpr,
     FINEST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Merge the pieces of every row, or where `LAST` is false the part of them that this rank has, whose log-sum-exp
     stays to the base 2. FINEST: pieces of each stretch of the first round; half as many in those behind it, as
     `kernels.strands` says. With 1 a stretch is a piece. Grid: rows, queries, columns."""
     row = tl.program_id(0)
     query = tl.program_id(1)
+    # The plan is older than the attention, which lets this kernel start only after its own wait.
     record = metadata + ctas * _CTA + row * _ROW
     slot = tl.load(record)
     pieces = tl.load(record + 2)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     strand = tl.arange(0, STRANDS)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros((STRANDS, COLUMNS), tl.float32)

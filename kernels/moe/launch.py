@@ -320,7 +320,7 @@ class ExpertLaunches:
             EXPERTS=shape.experts,
             FEATURES=shape.hidden,
             GROUPS=shape.parts,
-            ADD=shape.groups > 0 or self.before_TE is not None,
+            ADD=self.before_TE is not None,
             **self.sums(block),
         )
 

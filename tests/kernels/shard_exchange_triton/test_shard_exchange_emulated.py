@@ -150,6 +150,7 @@ def in_one_kernel(part_DXL: Tensor, lse_DX: Tensor) -> tuple[Tensor, Tensor]:
             STRANDS=count,
             LAST=True,
             FINEST=1,
+            DEPENDENT=False,
             enable_fp_fusion=False,
         )
     return out, lse

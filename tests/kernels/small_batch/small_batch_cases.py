@@ -497,6 +497,16 @@ def check_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, la
     weight = place.normal(heads, nope + 16, latent, scale=0.1)[:, :nope]
     out = place.poison(tokens, heads, latent + rope)
     head_launch.absorb(q, weight, out, dependent=place.dependent)
+    _compare_absorbed(out, q, weight)
+    if rope & (rope - 1) == 0:  # invariant mode
+        nope_THN, latent_THL = q[..., :nope], out.fill_(torch.nan)[..., :latent]
+        how = {"invariant": True, "behind": rope, "dependent": place.dependent}
+        launch.tiled(nope_THN, weight.transpose(1, 2), latent_THL, **how)
+        _compare_absorbed(out, q, weight)
+
+
+def _compare_absorbed(out: Tensor, q: Tensor, weight: Tensor) -> None:
+    nope, latent = weight.shape[1:]
     close(out[..., :latent], torch.einsum("thn,hnl->thl", q[..., :nope].double(), weight.double()))
     assert torch.equal(out[..., latent:], q[..., nope:])
 

@@ -96,6 +96,7 @@ def check_tree(group: Group, device: torch.device) -> None:
             STRANDS=count,
             LAST=True,
             FINEST=1,
+            DEPENDENT=False,
             enable_fp_fusion=False,
         )
         assert torch.equal(out, want)
