@@ -155,8 +155,14 @@ class DecodeRows(Backend):
             *(memory.attended_RWHL, memory.lse_RWH),
         )
         if workspace is None or invariant:
-            how = {"first": self.first, "workspace": workspace, "dependent": dependent}
-            mla_decode(*tensors, scale=heads.scale, invariant=invariant, **how)
+            mla_decode(
+                *tensors,
+                scale=heads.scale,
+                first=self.first,
+                workspace=workspace,
+                invariant=invariant,
+                dependent=dependent,
+            )
             head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant, dependent=dependent)
             if heads.sink_H is not None:
                 heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
