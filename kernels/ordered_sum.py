@@ -10,20 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def ordered_sum(part_GTE: Tensor, out_TE: Tensor) -> None:
+def ordered_sum(part_GTE: Tensor, out_TE: Tensor, *, dependent: bool = False) -> None:
     """out = ((part 0 + part 1) + (part 2 + part 3)) + ..., a balanced binary tree in fp32, rounded once.
 
     G is a power of two (else ValueError). Equal neighbouring shares of the parts are subtrees: summed apart into fp32,
     their sums in order give the same bits. `part_GTE` is fp32, `out_TE` of any floating dtype; the features of both are
-    contiguous.
+    contiguous. `dependent`: programmatic dependent launch, after whose wait the kernel behind may start.
     """
     parts = part_GTE.shape[0]
     if parts < 1 or parts & (parts - 1):
         raise ValueError(f"{parts} parts make no balanced tree: their number must be a power of two")
     if part_GTE.is_cuda:
-        launch_ordered_sum(part_GTE, out_TE)
+        launch_ordered_sum(part_GTE, out_TE, dependent=dependent)
     else:
         ordered_sum_reference(part_GTE, out_TE)
 
@@ -35,7 +36,7 @@ def ordered_sum_reference(part_GTE: Tensor, out_TE: Tensor) -> None:
     out_TE.copy_(part_GTE[0])
 
 
-def launch_ordered_sum(part_GTE: Tensor, out_TE: Tensor) -> None:
+def launch_ordered_sum(part_GTE: Tensor, out_TE: Tensor, *, dependent: bool = False) -> None:
     """`ordered_sum` as a Triton kernel."""
     parts, tokens, features = part_GTE.shape
     if not tokens:
@@ -51,7 +52,9 @@ def launch_ordered_sum(part_GTE: Tensor, out_TE: Tensor) -> None:
         PARTS=parts,
         LEVELS=parts.bit_length() - 1,
         BLOCK=block,
+        DEPENDENT=dependent,
         num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 
@@ -66,6 +69,7 @@ def ordered_sum_kernel(
     PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Every part of a block of one token's features: neighbours are added level by level. PARTS = 2 ** LEVELS. Grid:
     tokens, blocks of features."""
@@ -73,7 +77,11 @@ def ordered_sum_kernel(
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.arange(0, PARTS).to(tl.int64)
     at = part + token * TOKEN_STRIDE + e[:, None] + g[None, :] * part_stride
-    x = tl.load(at, mask=(e < FEATURES)[:, None], other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    # .cg: a dependent launch may find lines of an earlier kernel in L1.
+    x = tl.load(at, mask=(e < FEATURES)[:, None], other=0.0, cache_modifier=".cg")
     for level in tl.static_range(LEVELS):
         left, right = tl.split(tl.reshape(x, [BLOCK, PARTS >> (level + 1), 2]))
         x = left + right

@@ -12,8 +12,9 @@ PAGE_TOKENS: Final = 64
 """Tokens a page of the latent cache holds."""
 
 PIECE_PAGES: Final = 8
-"""Pages of a row, counted from its first, that invariant mode attends to as one piece (`kernels.strands`). Where ranks
-share out the cache, it has them on one rank."""
+"""Pages of the longest pieces that invariant mode attends to (`kernels.strands`). A row's pages, counted from its
+first, make stretches of so many, each of which is one piece or some. Where ranks share out the cache, a stretch lies on
+one rank."""
 
 NULL_PAGE: Final = 0
 """Page owned by nobody: the target of all padding and of every suppressed write. It is never read for a result. Every

@@ -1,12 +1,18 @@
 """The order in which invariant mode merges a row's pieces (`kernels.page.PIECE_PAGES`), whatever ranks have them.
 
-Piece p belongs to *strand* p mod `STRANDS`. A strand's pieces are merged one after the other, and the strands as a
+A row's pages, counted from its first, make stretches of `PIECE_PAGES`, and each of these is cut into pieces by its
+place in the row alone: the first `STRANDS` stretches, of 4,096 tokens, into four pieces each, those behind them into
+two, and those from `FINE_ROUNDS` times `STRANDS` on are one. So short rows have enough pieces for many multiprocessors,
+and long ones have hardly more partial results for that.
+
+Stretch p belongs to *strand* p mod `STRANDS`. A strand's pieces are merged one after the other, and the strands as a
 balanced binary tree: of S strands, strand i first with strand i + S / 2, and so on with what that leaves. A part is a
 normalised output and its log2-sum-exp2, and two parts are merged in fp32 into one that does not depend on which of them
 comes first.
 
-Ranks that share out a cache have whole pieces in turns. So each of D ranks has the pieces of `STRANDS` / D strands,
-which are a subtree, and its own pieces belong to its own strands as those of a whole row belong to all. What is left is
+Ranks that share out a cache have whole stretches in turns. So each of D ranks has those of `STRANDS` / D strands,
+which are a subtree, and its own stretches belong to its own strands as those of a whole row belong to all. Where a rank
+begins does not matter for their pieces either: sizes change after whole rounds of all strands. What is left is
 the same tree over the ranks. Which of them has a row's first piece does not matter, because two ranks that are merged
 are D / 2 apart wherever one begins.
 
@@ -17,7 +23,7 @@ Shape legend: D parts, X anything, L latent features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -26,9 +32,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import deterministic_math
+from kernels.page import PIECE_PAGES
 
 STRANDS: Final = 8
 """Strands of a row, all ranks together; so many ranks share out a cache at most."""
+FINEST: Final = 4
+"""Pieces of each of a row's first `STRANDS` stretches; half as many of those behind them, before the whole ones."""
+FINE_ROUNDS: Final = 4
+"""Rounds of `STRANDS` stretches that are cut into pieces, the first into `FINEST`."""
 
 _TWO_OVER_LN2 = tl.constexpr(2.8853900817779268)
 
@@ -54,13 +65,37 @@ def merged(a: Part, b: Part) -> Part:
     return torch.where(unseen_XL, top_XL, sum_XL), top_X + deterministic_math.log2(total_X)
 
 
-def merge_strands(pieces: Sequence[Part], strands: int = STRANDS) -> Part:
-    """Merge the pieces of a row, or those that a rank has where it has so many `strands`. There is one at least."""
-    found = [pieces[begin] for begin in range(min(strands, len(pieces)))]
-    for index, piece in enumerate(pieces[strands:]):
-        found[index % strands] = merged(found[index % strands], piece)
-    missing = torch.zeros_like(pieces[0][0]), torch.full_like(pieces[0][1], -torch.inf)
-    return merge_tree([*found, *[missing] * (strands - len(found))])
+def pieces_of(pages: int, strands: int = STRANDS, longest: int = PIECE_PAGES) -> Iterator[tuple[int, range]]:
+    """Every piece of a row of so many pages, or of those that a rank has where it has so many `strands`: its strand,
+    and the row's pages in it. `longest`: pages of a stretch."""
+    for stretch in range(-(-pages // longest)):
+        cuts = FINEST if stretch < strands else FINEST // 2 if stretch < FINE_ROUNDS * strands else 1
+        begin, size = stretch * longest, max(1, longest // cuts)
+        for first in range(begin, min(begin + longest, pages), size):
+            yield stretch % strands, range(first, min(first + size, begin + longest, pages))
+
+
+def most_pieces(pages: int, shards: int = 1) -> int:
+    """Pieces of a row of so many pages, or the most of them that one of so many shards has."""
+    rounds, rest = divmod(pages, PIECE_PAGES * shards)
+    own, first = rounds * PIECE_PAGES + min(rest, PIECE_PAGES), STRANDS // shards * PIECE_PAGES
+    parts = (
+        (min(own, first), FINEST),
+        (min(own, FINE_ROUNDS * first) - first, FINEST // 2),
+        (own - FINE_ROUNDS * first, 1),
+    )
+    return sum(max(0, -(-count * cuts // PIECE_PAGES)) for count, cuts in parts)
+
+
+def merge_strands(pieces: Iterable[tuple[int, Part]], strands: int = STRANDS) -> Part:
+    """Merge the pieces of a row, or those that a rank has where it has so many `strands`, each of which is given with
+    its strand. There is one at least."""
+    found: dict[int, Part] = {}
+    for strand, piece in pieces:
+        found[strand] = merged(found[strand], piece) if strand in found else piece
+    some = next(iter(found.values()))
+    missing = torch.zeros_like(some[0]), torch.full_like(some[1], -torch.inf)
+    return merge_tree([found.get(strand, missing) for strand in range(strands)])
 
 
 def merge_tree(parts: Sequence[Part]) -> Part:

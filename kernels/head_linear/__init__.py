@@ -43,18 +43,34 @@ def head_linear(
         linear_launch.tiled(x_THN, weight_HLN, out_THL, invariant=invariant, dependent=dependent)
 
 
-def absorb(q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, dependent: bool = False) -> None:
+def absorb(
+    q_THD: Tensor, weight_HNL: Tensor, out_THC: Tensor, *, invariant: bool = False, dependent: bool = False
+) -> None:
     """Convert roped queries to the absorbed form that attention reads, in one launch: out[..., :L] = q[..., :N] ·
     weight; out[..., L:] = q[..., N:].
 
     All of one dtype; tokens and heads of `q_THD` may be strided, `out_THC` is contiguous. `dependent`:
-    the kernel behind is launched dependently. This one is not: it starts when all before it has ended.
+    the kernel behind is launched dependently. This one is not: it starts when all before it has ended. `invariant`: as
+    of `head_linear`, whose kernel it is then, launched dependently itself.
     """
-    if q_THD.is_cuda:
+    nope, latent = weight_HNL.shape[1:]
+    rope = q_THD.shape[2] - nope
+    if q_THD.is_cuda and invariant and rope & (rope - 1) == 0:
+        if q_THD.stride(2) != 1 or out_THC.stride(2) != 1:
+            raise ValueError("the features of a head are contiguous")
+        linear_launch.tiled(
+            q_THD[..., :nope],
+            weight_HNL.transpose(1, 2),
+            out_THC[..., :latent],
+            invariant=True,
+            behind=rope,
+            dependent=dependent,
+        )
+        return
+    if q_THD.is_cuda and not invariant:
         launch.absorb(q_THD, weight_HNL, out_THC, dependent=dependent)
         return
-    nope, latent = weight_HNL.shape[1:]
-    head_linear(q_THD[..., :nope], weight_HNL, out_THC[..., :latent])
+    head_linear(q_THD[..., :nope], weight_HNL, out_THC[..., :latent], invariant=invariant, dependent=dependent)
     out_THC[..., latent:] = q_THD[..., nope:]
 
 

@@ -32,11 +32,13 @@ def tiled_linear(
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    BEHIND: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """out[t, head] = weight[head] · x[t, head]. Grid: tiles of tokens (fastest, so that they share weights in L2) times
-    tiles of features, heads."""
+    tiles of features, heads. BEHIND: features of x behind the K, a power of two, that the first tile of features copies
+    to behind the F."""
     tiles = tl.cdiv(tokens, BLOCK_T)
     t = (tl.program_id(0) % tiles * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     f = tl.program_id(0) // tiles * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -45,6 +47,13 @@ def tiled_linear(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    if BEHIND:  # noqa: SIM102 (compile-time)
+        if tl.program_id(0) < tiles:
+            b = tl.arange(0, BEHIND)
+            from_x = x + head * X_HEAD + t[:, None] * X_TOKEN + K + b[None, :]
+            copied = tl.load(from_x, mask=(t < tokens)[:, None], other=0.0, cache_modifier=".cg")
+            to_out = out + t[:, None] * OUT_TOKEN + head * OUT_HEAD + F + b[None, :]
+            tl.store(to_out, copied, mask=(t < tokens)[:, None])
     x_at = x + head * X_HEAD + t[:, None] * X_TOKEN + k[None, :]
     w_at = weight + head * W_HEAD + f.to(tl.int64)[None, :] * W_ROW + k[:, None] * W_COLUMN
     live = (t < tokens)[:, None]

@@ -30,6 +30,9 @@ RESIDENT_BYTES_OF_8 = 112 * 1024
 """The same of 8, beside which six tiles of weights fit: 129280 x 7168 weights took one token 408 us so and 445 in
 programs that end, on one H200 (bytes at 4.2 TB/s: 441)."""
 
+LEAST_FEATURES = 16
+"""Fewest output features of a tile of invariant mode where there are few programs; 64 switches narrow tiles off. Of 8
+Triton makes another instruction, and so other bits."""
 SMALL = 1 << 24
 """Most numbers of a matrix that up to 16 tokens are streamed by, whether or not they stay there."""
 
@@ -252,8 +255,39 @@ def ring_of(cut: Streaming, tokens: int, stages: int, dependent: bool) -> dict[s
     return {"STREAMS": streams, "DEPENDENT": dependent, "num_warps": cut.warps, **options(dependent)}
 
 
-def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool, dependent: bool = False) -> None:
-    """One product a head, of any number of tokens. `invariant`: the same tile whatever their number."""
+def invariant_tile(programs: int, rows: int, features: int, most: int) -> tuple[int, int, int]:
+    """(output features, input features, stages) of a tile of invariant mode in 16-bit floats, where there are so many
+    tiles of tokens, all heads together: 64, 64 and 4, or fewer output features with more input features on their way,
+    as long as no more than `most` programs come of that.
+
+    Every result has the same bits: a program's wgmma has 64 tokens by some output features, and sums 16 input features
+    at a time, in their order. How many output features it has, and after how many input features a program waits, does
+    not matter. Input features that are no multiple of a wider step keep the steps of 64.
+    """
+    block = 64
+    while block > LEAST_FEATURES and programs * triton.cdiv(rows, block // 2) <= most:
+        block //= 2
+    if block == 64:
+        return 64, 64, 4
+    step = 64
+    while step < (256 if block <= 16 else 128) and features % (2 * step) == 0:
+        step *= 2
+    return block, step, {64: 8, 128: 6, 256: 5}[step]
+
+
+def tiled(
+    x_THN: Tensor,
+    weight_HFN: Tensor,
+    out_THF: Tensor,
+    *,
+    invariant: bool,
+    few: bool = False,
+    behind: int = 0,
+    dependent: bool = False,
+) -> None:
+    """One product a head, of any number of tokens. `invariant`: the same bits whatever their number. `few`: then
+    programs may have fewer features (`invariant_tile`), for which kernels are compiled anew. `behind`, a power of two:
+    so many features that lie behind those of `x_THN` in memory are copied to behind those of `out_THF`."""
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
     if not tokens:
@@ -261,6 +295,9 @@ def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool
     wide = x_THN.dtype == torch.float32
     if invariant or tokens > 32:
         block_t, block_f, block_k, warps, stages = 64, 32 if wide else 64, 32 if wide else 64, 4, 3 if wide else 4
+        if invariant and few and x_THN.dtype.itemsize == 2:
+            programs = triton.cdiv(tokens, block_t) * heads
+            block_f, block_k, stages = invariant_tile(programs, rows, features, multiprocessors(x_THN.device))
     else:
         block_t, block_f, block_k, warps, stages = 16 if tokens <= 16 else 32, 32, 64, 4, 3
     if not invariant:
@@ -283,6 +320,7 @@ def tiled(x_THN: Tensor, weight_HFN: Tensor, out_THF: Tensor, *, invariant: bool
         BLOCK_F=block_f,
         BLOCK_K=block_k,
         STAGES=stages,
+        BEHIND=behind,
         PRECISION="ieee" if wide else "tf32",
         DEPENDENT=dependent,
         num_warps=warps,

@@ -15,12 +15,12 @@ from torch import Tensor
 from kernels.latent_entry import entries as latent_entries
 from kernels.mla_decode import launch
 from kernels.mla_decode.invariant import invariant_mla_decode
-from kernels.mla_decode.schedule import INVARIANT_SPLIT, DecodeShape, Workspace, hopper_tiling, portable_tiling
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling
 from kernels.own_entries import OwnEntries
 from kernels.page import NULL_PAGE, PAGE_TOKENS
 from kernels.runtime.hopper import is_hopper, multiprocessors
 
-__all__ = ["INVARIANT_SPLIT", "DecodeShape", "Workspace", "mla_decode", "mla_decode_reference", "schedule_decode"]
+__all__ = ["DecodeShape", "Workspace", "mla_decode", "mla_decode_reference", "schedule_decode"]
 
 GATHER_ELEMENTS: Final = 1 << 26
 """Cache elements gathered at once on a CPU; more rows than fit are taken in groups, so memory stays bounded."""
@@ -67,6 +67,7 @@ def mla_decode(
     invariant: bool = False,
     own: OwnEntries | None = None,
     shards: int = 1,
+    dependent: bool = False,
 ) -> None:
     """out = softmax(scale * q · cache) · cache[..., :L], every head reading the same latent cache.
 
@@ -86,6 +87,8 @@ def mla_decode(
       its log-sum-exps to the base 2.
     - `out_RWHL`: dtype of the caller's choice; `lse_RWH`: fp32, natural logarithm of the sum of exp(scale * q · k).
 
+    - `dependent`: programmatic dependent launch of the kernels that a workspace is planned for, see `launch`.
+
     A token that sees nothing gets output 0 and LSE -inf. What page-table entries at or past the length hold, and what
     cache entries outside the bounds hold (NaN included), does not matter.
     Source: DeepSeek-V2 (2024), section 2.1 and appendix C.
@@ -101,8 +104,8 @@ def mla_decode(
         return
     if workspace.shape.invariant != invariant:
         raise ValueError(f"the workspace was planned with invariant = {workspace.shape.invariant}")
-    launch.attend(*tensors, workspace, scale=scale, first=first, own=own)
-    launch.merge(out_RWHL, lse_RWH, workspace, shards=shards)
+    launch.attend(*tensors, workspace, scale=scale, first=first, own=own, dependent=dependent)
+    launch.merge(out_RWHL, lse_RWH, workspace, shards=shards, dependent=dependent)
 
 
 def mla_decode_reference(

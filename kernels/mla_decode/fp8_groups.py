@@ -30,7 +30,7 @@ from kernels.mla_decode.fp8_tile import (
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.schedule import CTA_FIELDS, ROW_FIELDS
-from kernels.mla_decode.wide_tile import first_in_tile, next_share
+from kernels.mla_decode.wide_tile import first_in_tile, next_share, pieces_before
 
 CTA = gl.constexpr(CTA_FIELDS)
 ROW = gl.constexpr(ROW_FIELDS)
@@ -44,11 +44,13 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(row, begin, share, INVARIANT: gl.constexpr):
+def slot_of(row, begin, share, SPLIT: gl.constexpr):
     """The slot of a piece that begins with the row's KV block `begin`."""
     slot = gl.where(begin == 0, share.ctas + share.cta, share.cta)
-    if INVARIANT:
-        slot = gl.load(share.metadata + share.ctas * CTA + row * ROW, cache_modifier=".cg") + begin
+    if SPLIT.invariant:
+        lowest = share.first // SPLIT.unit
+        piece = pieces_before(lowest + begin, SPLIT.invariant) - pieces_before(lowest, SPLIT.invariant)
+        slot = gl.load(share.metadata + share.ctas * CTA + row * ROW, cache_modifier=".cg") + piece
     return slot
 
 
@@ -147,7 +149,7 @@ def scoring_group(
             if (begin == 0) & (end == units + PIECES):
                 gl.store(share.lse + row.to(gl.int64) * share.queries + m, log * LN2, mask=inside)
             else:
-                slot_out = slot_of(row, begin, share, SPLIT.invariant).to(gl.int64)
+                slot_out = slot_of(row, begin, share, SPLIT).to(gl.int64)
                 gl.store(share.partial_lse + slot_out * share.queries + m, log, mask=inside)
         left -= take
         at = gl.where(done, 0, at + take)
@@ -204,7 +206,7 @@ def summing_group(
                 tiles += 1
             mbarrier.wait(messages.factor_full, rows & 1)
             whole = (begin == 0) & (end == units + PIECES)
-            slot_out = slot_of(row, begin, share, SPLIT.invariant)
+            slot_out = slot_of(row, begin, share, SPLIT)
             to = gl.where(whole, share.out, share.partial)
             to += gl.where(whole, row, slot_out).to(gl.int64) * share.queries * LATENT
             store_pairs(to, even0, odd0, exchanged.factor, share, MINE * GROUP, BLOCK)

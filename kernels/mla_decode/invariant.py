@@ -15,7 +15,7 @@ from kernels.latent_entry import entries as latent_entries
 from kernels.linear import reference as linear
 from kernels.own_entries import OwnEntries
 from kernels.page import PAGE_TOKENS, PIECE_PAGES, pages_for
-from kernels.strands import STRANDS, merge_strands
+from kernels.strands import STRANDS, merge_strands, pieces_of
 
 
 def invariant_mla_decode(
@@ -43,13 +43,13 @@ def invariant_mla_decode(
             out_RWHL[row], lse_RWH[row] = 0.0, -torch.inf
             continue
         q_XC, bound_X = q_RWHC[row].reshape(width * heads, -1).to(compute), bound_W.repeat_interleave(heads)
-        pieces = []
-        for index, pages in enumerate(torch.split(page_RP[row, : pages_for(length)], PIECE_PAGES)):
-            offset = index * PIECE_PAGES * PAGE_TOKENS
-            found_SC = cache_PKC[pages].flatten(0, 1)
+        pieces, strands = [], STRANDS // shards
+        for strand, pages in pieces_of(pages_for(length), strands, PIECE_PAGES):
+            offset = pages.start * PAGE_TOKENS
+            found_SC = cache_PKC[page_RP[row, pages.start : pages.stop]].flatten(0, 1)
             entry_SC = latent_entries(found_SC, latent, q_XC.shape[1] - latent, q_RWHC.dtype).to(compute)
-            pieces.append(_piece(q_XC, entry_SC, bound_X - offset, begin - offset, latent, scale))
-        out_XL, lse_X = merge_strands(pieces, STRANDS // shards)
+            pieces.append((strand, _piece(q_XC, entry_SC, bound_X - offset, begin - offset, latent, scale)))
+        out_XL, lse_X = merge_strands(pieces, strands)
         out_RWHL[row] = out_XL.view(width, heads, latent)
         lse_RWH[row] = (lse_X if own is not None else lse_X * math.log(2)).view(width, heads)
 

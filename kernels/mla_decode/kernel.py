@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.latent_entry import load_keys, load_latents
 from kernels.mla_decode.schedule import CTA_FIELDS, MERGED_FIELD, PARTS_FIELD, ROW_FIELDS
+from kernels.strands import FINE_ROUNDS
 
 _MASKED = tl.constexpr(-1.0e33)
 _LOWEST = tl.constexpr(-1.0e30)
@@ -28,6 +29,7 @@ _CTA = tl.constexpr(CTA_FIELDS)
 _ROW = tl.constexpr(ROW_FIELDS)
 _MERGED = tl.constexpr(MERGED_FIELD)
 _LN2 = tl.constexpr(0.6931471805599453)
+_FINE_ROUNDS = tl.constexpr(FINE_ROUNDS)
 _PARTS = tl.constexpr(PARTS_FIELD)
 _INTS = ["rows", "ctas", "first", "table_stride", "short", "parts", "queries", "drafts", "heads", "blocks"]
 
@@ -39,6 +41,36 @@ def _features(rows, COUNT: tl.constexpr, LANES: tl.constexpr):
     if COUNT != LANES:
         mask = mask & (tl.arange(0, LANES) < COUNT)[None, :]
     return mask
+
+
+@triton.jit
+def _pieces_before(block, SINGLE: tl.constexpr):
+    """Number of a row's pieces that begin before a KV block of it. SINGLE: `Split.invariant`."""
+    pairs = tl.minimum(tl.maximum(block - SINGLE, 0), (_FINE_ROUNDS - 1) * SINGLE)
+    fours = tl.maximum(block - _FINE_ROUNDS * SINGLE, 0)
+    return tl.minimum(block, SINGLE) + (pairs + 1) // 2 + (fours + 3) // 4
+
+
+@triton.jit
+def _piece_end(block, SINGLE: tl.constexpr):
+    """The KV block behind the piece in which a KV block of a row lies."""
+    last = tl.where(block < SINGLE, 0, tl.where(block < _FINE_ROUNDS * SINGLE, 1, 3))
+    return (block | last) + 1
+
+
+@triton.jit
+def _whole_pieces(position, row, begin, span, first, rows, SPLIT: tl.constexpr):
+    """Move flat positions on to where a piece begins."""
+    ended = ((begin + span)[None, :] <= position[:, None]) & (row < rows)[None, :]
+    here = row[None, :] == tl.sum(ended.to(tl.int32), 1)[:, None]
+    start = tl.sum(tl.where(here, begin[None, :], 0), 1)
+    most = tl.sum(tl.where(here, span[None, :], 0), 1)
+    lowest = first // SPLIT.unit
+    block = lowest + position - start
+    # The end of the piece of the block before, unless that is another row's.
+    moved = tl.where(position > start, _piece_end(block - 1, SPLIT.invariant) - lowest, 0)
+    # Behind the last row nothing is moved.
+    return tl.where(most > 0, start + tl.minimum(moved, most), position)
 
 
 @triton.jit(do_not_specialize=_INTS)
@@ -93,13 +125,15 @@ def schedule_splits(
 
     index = tl.program_id(0) * CTAS + tl.arange(0, CTAS)
     position = index // parts * share
+    behind = position + share
+    if SPLIT.invariant:
+        position = _whole_pieces(position, row, begin, span, first, rows, SPLIT)
+        behind = _whole_pieces(behind, row, begin, span, first, rows, SPLIT)
     ended = (end[None, :] <= position[:, None]) & (row < rows)[None, :]
     mine = tl.sum(ended.to(tl.int32), 1)  # the first row that ends after the CTA's position
     here = row[None, :] == mine[:, None]
     offset = position - tl.sum(tl.where(here, begin[None, :], 0), 1)
-    overlap = tl.minimum((begin + span)[None, :], (position + share)[:, None]) - tl.maximum(
-        begin[None, :], position[:, None]
-    )
+    overlap = tl.minimum((begin + span)[None, :], behind[:, None]) - tl.maximum(begin[None, :], position[:, None])
     left = tl.sum(tl.maximum(overlap, 0), 1)
     unit = tl.maximum(offset - SPLIT.row_cost, 0) + first // SPLIT.unit
     tokens_here = tl.sum(tl.where(here, tokens[None, :], 0), 1)
@@ -108,6 +142,13 @@ def schedule_splits(
     page = tl.load(table + mine.to(tl.int64) * table_stride + entry, mask=alive, other=0)
     record = metadata + index * _CTA
     inside = index < ctas
+    lowest = first // SPLIT.unit
+    if SPLIT.invariant:
+        before = _pieces_before(lowest, SPLIT.invariant)
+        pieces = tl.where(span > 0, _pieces_before(lowest + span, SPLIT.invariant) - before, 0)
+        slot = tl.cumsum(pieces, 0) - pieces
+        of_row = tl.sum(tl.where(here, slot[None, :], 0), 1)
+        position = of_row + _pieces_before(lowest + offset, SPLIT.invariant) - before
     tl.store(record, mine, mask=inside)
     tl.store(record + 1, offset, mask=inside)
     tl.store(record + 2, left, mask=inside)
@@ -118,9 +159,7 @@ def schedule_splits(
 
     if tl.program_id(0) == 0:
         if SPLIT.invariant:
-            pieces = units
-            slot = begin
-            later = begin + 1
+            later = slot + 1
         else:
             head = (begin + SPLIT.row_cost) // share
             pieces = tl.where(units > 0, (begin + tl.maximum(span, 1) - 1) // share - head + 1, 0)
@@ -130,7 +169,7 @@ def schedule_splits(
         tl.store(about, slot, mask=row < rows)
         tl.store(about + 1, later, mask=row < rows)
         tl.store(about + 2, pieces, mask=row < rows)
-        listed = (row < rows) & ((pieces != 1) | SPLIT.invariant)
+        listed = (row < rows) & ((pieces != 1) | (SPLIT.invariant > 0))
         rank = tl.cumsum(listed.to(tl.int32), 0)
         tl.store(metadata + _MERGED, tl.max(rank, 0))
         tl.store(metadata + ctas * _CTA + (rank - 1) * _ROW + 3, row, mask=listed)
@@ -192,7 +231,8 @@ def attend(
         span = tl.where(units > 0, units + SPLIT.row_cost, 0)
         take = tl.minimum(left, span - at)
         if SPLIT.invariant:
-            take = tl.minimum(take, 1)
+            block = first // SPLIT.unit + at
+            take = tl.minimum(take, _piece_end(block, SPLIT.invariant) - block)
         begin = tl.maximum(at - SPLIT.row_cost, 0)
         end = at + take - SPLIT.row_cost
         if end > begin:
@@ -255,8 +295,8 @@ def attend(
                 at_out = pieces.latent + piece * LATENT + c[None, :]
                 tl.store(at_out, sum_latent.to(pieces.latent.dtype.element_ty), mask=has_latent)
                 tl.store(pieces.lse + slot.to(tl.int64) * queries + m, log, mask=inside)
+            position += 1  # in invariant mode the slot of the next piece
         left -= take
-        position += take
         at += take
         done = at >= span
         row = tl.where(done, row + 1, row)

@@ -25,7 +25,7 @@ from kernels.mla_decode.schedule import DecodeShape, DecodeTiling, Workspace
 from kernels.mla_decode.strands import merge_strands
 from kernels.own_entries import OwnEntries
 from kernels.page import PAGE_TOKENS
-from kernels.strands import STRANDS
+from kernels.strands import FINEST, STRANDS
 
 
 def schedule(
@@ -199,9 +199,12 @@ def merge(out_RWHL: Tensor, lse_RWH: Tensor, workspace: Workspace, *, dependent:
             COLUMNS=columns,
             STRANDS=STRANDS // shards,
             LAST=shards == 1,
+            FINEST=FINEST,
+            DEPENDENT=dependent,
             # As the exchange between shards is compiled, which merges the same way.
             enable_fp_fusion=False,
             num_warps=tiling.merge_warps,
+            **_options(dependent),
         )
         return
     most = min(shape.rows, tiling.ctas + 1)  # more can only be padded rows
@@ -256,7 +259,8 @@ def _check(
 
 def _split(shape: DecodeShape, tiling: DecodeTiling, own: bool) -> Split:
     """Return how plan and attention count the rows' cache; to the plan a shard's `own` entries are as others."""
-    return Split(unit=tiling.unit, page=PAGE_TOKENS, row_cost=tiling.row_cost, invariant=shape.invariant, own=own)
+    single = STRANDS // shape.shards * FINEST if shape.invariant else 0
+    return Split(unit=tiling.unit, page=PAGE_TOKENS, row_cost=tiling.row_cost, invariant=single, own=own)
 
 
 def _features(shape: DecodeShape, dtype: torch.dtype) -> Features:

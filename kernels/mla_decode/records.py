@@ -23,13 +23,14 @@ class Split(NamedTuple):
     """Counting of the rows' cache when CTAs share it. The plan and the attention of a step have the same."""
 
     unit: int
-    """Cache tokens of a KV block."""
+    """Cache tokens of a KV block. In invariant mode those of a row's shortest pieces."""
     page: int
     """Cache tokens of a page."""
     row_cost: int
     """Units that starting a row is counted as."""
-    invariant: bool
-    """Whether every KV block is a piece of its own."""
+    invariant: int
+    """KV blocks of a row up to which each is a piece of its own, whoever attends to it. Up to `FINE_ROUNDS` times as
+    many two make a piece, and behind these four (`kernels.strands`). 0 without invariant mode: a CTA's share is one."""
     own: bool
     """Whether the rows are a shard's own entries (`kernels.own_entries`)."""
 

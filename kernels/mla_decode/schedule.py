@@ -3,8 +3,8 @@
 The cache of every row is counted in *KV blocks* (`DecodeTiling.unit` tokens). All rows' KV blocks, laid end to end, are
 dealt to a fixed number of *CTAs* in equal contiguous shares, so a captured graph has a fixed grid while lengths
 change freely: the dealing is done on the device by `kernel.schedule_splits`. A row that crosses CTAs leaves one partial
-result per piece, which the merge adds up in order. In invariant mode every KV block is a piece of its own, at an
-absolute position, so that a row's result depends on nothing but the row.
+result per piece, which the merge adds up in order. In invariant mode one KV block or several, as their position in the
+row says, are a piece, which one CTA has as a whole, so that a row's result depends on nothing but the row.
 
 The kernels for many query vectors on FP8 entries need a private part of Gluon, of Triton 3.6. Without it a line is
 logged, and those for few stand in for them.
@@ -19,6 +19,7 @@ import torch
 
 from kernels.page import PAGE_TOKENS, PIECE_PAGES
 from kernels.private_api import PrivateApi
+from kernels.strands import FINEST, most_pieces
 
 REINTERPRETED: Final = PrivateApi(
     "triton",
@@ -26,8 +27,8 @@ REINTERPRETED: Final = PrivateApi(
     "attention to FP8 entries goes without the kernels for many query vectors, and may take three times as long",
 )
 CTA_FIELDS = 8
-"""int32 per CTA in the tile scheduler metadata: row, position in the row, KV blocks, flat position, first page, row's
-length; the seventh is `MERGED_FIELD`, the eighth `PARTS_FIELD`."""
+"""int32 per CTA in the tile scheduler metadata: row, position in the row, KV blocks, flat position (in invariant mode
+the slot of the first piece), first page, row's length; the seventh is `MERGED_FIELD`, the eighth `PARTS_FIELD`."""
 ROW_FIELDS = 4
 """int32 per row in the tile scheduler metadata, after those of the CTAs: slot of its first piece, slot of its second,
 pieces; the fourth of record i is the i-th row to merge, one of several pieces or of none."""
@@ -161,13 +162,12 @@ class DecodeTiling:
     def slots(self, shape: DecodeShape) -> int:
         """Partial results the workspace must hold at the worst lengths."""
         if shape.invariant:
-            pieces = -(-shape.pages * PAGE_TOKENS // self.unit)
-            return shape.rows * -(-pieces // shape.shards)
+            return shape.rows * most_pieces(shape.pages, shape.shards)
         return 2 * self.ctas
 
 
-INVARIANT_SPLIT = PIECE_PAGES * PAGE_TOKENS
-"""Tokens of a piece in invariant mode, whatever the lengths and the page table."""
+INVARIANT_UNIT = PIECE_PAGES // FINEST * PAGE_TOKENS
+"""Tokens of a KV block in invariant mode, whatever the lengths and the page table: of the shortest pieces."""
 
 
 def portable_tiling(shape: DecodeShape, multiprocessors: int, *, fp8: bool = False, own: bool = False) -> DecodeTiling:
@@ -246,7 +246,7 @@ def _tiling(
     ctas = max(1, programs // -(-shape.queries // block))
     unit, row_cost = PAGE_TOKENS, 1
     if shape.invariant:  # nothing may depend on the rows there are
-        unit, row_cost = INVARIANT_SPLIT, 0
+        unit, row_cost = INVARIANT_UNIT, 0
         pieces, queries, columns, merge_warps = 16, 1, 128, 1
     else:
         # Programs of one warp have the least latency, but there should not be many. A thread holds 64 elements, or

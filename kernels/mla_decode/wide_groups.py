@@ -123,8 +123,8 @@ def left_group(
                 sums, total, top, share, fetched, ring.q_empty, row, position,
                 (begin == 0) & (end == units + PIECES), begin == 0, 0, invariant,
             )  # fmt: skip
+            position += 1  # in invariant mode the slot of the next piece
         left -= take
-        position += take
         at = gl.where(done, 0, at + take)
         row = gl.where(done, row + 1, row)
 
@@ -237,7 +237,7 @@ def right_group(
                 sums, total, top, share, fetched, ring.q_empty, row, position,
                 (begin == 0) & (end == units + PIECES), begin == 0, 1, invariant,
             )  # fmt: skip
+            position += 1  # in invariant mode the slot of the next piece
         left -= take
-        position += take
         at = gl.where(done, 0, at + take)
         row = gl.where(done, row + 1, row)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.mla_decode.narrow_tile import unknown_zero
 from kernels.mla_decode.records import Share
+from kernels.strands import FINE_ROUNDS
 
 BLOCK = gl.constexpr(64)
 """Query vectors a program holds."""
@@ -28,6 +29,7 @@ LOWEST = gl.constexpr(-1.0e30)
 """Start of the running maximum: below every real score."""
 LN2 = gl.constexpr(0.6931471805599453)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
+FINE = gl.constexpr(FINE_ROUNDS)
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """Shared-memory layout of every matrix."""
 
@@ -133,15 +135,25 @@ def share_of(
 
 
 @gluon.jit
+def pieces_before(block, single):
+    """Number of a row's pieces that begin before a KV block of it. `single`: `Split.invariant`."""
+    pairs = gl.minimum(gl.maximum(block - single, 0), (FINE - 1) * single)
+    fours = gl.maximum(block - FINE * single, 0)
+    return gl.minimum(block, single) + (pairs + 1) // 2 + (fours + 3) // 4
+
+
+@gluon.jit
 def next_share(tokens, at, left, first, unit, row_cost, invariant):
     """Return the next work of a CTA in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
-    end)."""
+    end, whether that is the row's end). `invariant`: see `Split`."""
     lowest = first // unit
     units = gl.where(tokens > first, (tokens + unit - 1) // unit - lowest, 0)
     span = gl.where(units > 0, units + row_cost, 0)
     take = gl.minimum(left, span - at)
     if invariant:
-        take = gl.minimum(take, 1)
+        block = lowest + at
+        others = gl.where(block < invariant, 0, gl.where(block < FINE * invariant, 1, 3))
+        take = gl.minimum(take, (block | others) + 1 - block)
     begin = gl.maximum(at - row_cost, 0)
     end = at + take - row_cost
     start = (lowest + begin) * unit // TILE

@@ -169,19 +169,24 @@ def add_experts(
     *,
     workspace: Tensor | None = None,
     limit: float = 0.0,
+    add: bool = True,
+    dependent: bool = False,
 ) -> None:
     """sum[t, g] += what `experts` computes, of the g-th of G equal groups of neighbouring intermediate features.
 
     What is added is bitwise the same in any call, whatever other tokens it comes with, also in one for fewer of the
     groups, as long as those keep the blocks and groups of scaled weights whole; it is added expert by expert, in the
-    order of k. `sum_TGE` is fp32 and contiguous; the workspace is that of a shape with G groups. All else is as in
-    `experts`.
+    order of k, without `add` to 0, whatever the sum holds. `sum_TGE` is fp32 and contiguous; the workspace is that of a
+    shape with G groups. All else is as in `experts`.
     """
     if not x_TE.is_cuda:
+        if not add:
+            sum_TGE.zero_()
         reference.add_experts(x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE, limit)
         return
     shape = experts_shape(x_TE, id_TK, down_XEI, groups=sum_TGE.shape[1], limit=limit)
-    _launch((x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE), shape, workspace)
+    tensors = x_TE, id_TK, weight_TK, gate_up_XFE, down_XEI, sum_TGE
+    _launch(tensors, shape, workspace, dependent, before_TE=sum_TGE if add else None)
 
 
 def _launch(

@@ -25,11 +25,10 @@ _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _tile(table, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
-    """(expert, first pair, pairs, block) of this program. Programs go through the blocks of GROUP tiles at a time, tile
+def _tile(table, program, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
+    """(expert, first pair, pairs, block) of a program. Programs go through the blocks of GROUP tiles at a time, tile
     by tile within a block, so that what runs together shares weights and inputs in L2."""
     tiles = tl.load(table, cache_modifier=".cg")
-    program = tl.program_id(0)
     begin = program // (GROUP * BLOCKS) * GROUP
     size = tl.minimum(tiles - begin, GROUP)
     place = program % (GROUP * BLOCKS)
@@ -93,7 +92,7 @@ def gate_up(
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     if DEPENDENT:
         gdc_wait()
-    expert, first, pairs, block = _tile(table, blocks, GROUP)
+    expert, first, pairs, block = _tile(table, tl.program_id(0), blocks, GROUP)
     if pairs > 0:
         m = tl.arange(0, ROWS)
         pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
@@ -146,19 +145,19 @@ def down(
     DEPENDENT: tl.constexpr,
 ):
     """partial[pair, g] = down[expert] · act[i] over the g-th of GROUPS equal groups of features, for every sorted pair
-    i. Grid: tiles, groups.
+    i. Grid: groups (fastest, so that they read whole rows of weights together) times tiles.
 
     The tile is looked up before the wait: the table was written before `gate_up`, which lets this kernel start only
     after its own wait."""
     COUNT: tl.constexpr = K // GROUPS
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
-    expert, first, pairs, block = _tile(table, blocks, GROUP)
+    expert, first, pairs, block = _tile(table, tl.program_id(0) // GROUPS, blocks, GROUP)
     if DEPENDENT:
         gdc_wait()
     if pairs > 0:
         group = 0
         if GROUPS > 1:
-            group = tl.program_id(1)
+            group = tl.program_id(0) % GROUPS
         begin = group * COUNT
         m = tl.arange(0, ROWS)
         feature = tl.minimum(block * BLOCK, FEATURES - BLOCK)

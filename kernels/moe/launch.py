@@ -290,7 +290,7 @@ class ExpertLaunches:
             sizes = {"GATE": False, "K": shape.intermediate, "FEATURES": shape.hidden, "WIDTH": product.block // 2}
             self._by_hopper(product, self.down_XEI, scratch.partial_YGE, sizes)
             return
-        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden), shape.parts)](
+        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden) * shape.parts,)](
             scratch.act_YI,
             self.down_XEI,
             _box(self.down_XEI, product),
@@ -320,7 +320,7 @@ class ExpertLaunches:
             EXPERTS=shape.experts,
             FEATURES=shape.hidden,
             GROUPS=shape.parts,
-            ADD=shape.groups > 0 or self.before_TE is not None,
+            ADD=self.before_TE is not None,
             **self.sums(block),
         )
 

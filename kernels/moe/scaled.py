@@ -134,7 +134,7 @@ def gate_up(
     STAGES: tl.constexpr = TILE.stages
     if DEPENDENT:
         gdc_wait()
-    expert, first, pairs, block = _tile(table, (FEATURES + BLOCK - 1) // BLOCK, TILE.group)
+    expert, first, pairs, block = _tile(table, tl.program_id(0), (FEATURES + BLOCK - 1) // BLOCK, TILE.group)
     if pairs > 0:
         m = tl.arange(0, ROWS)
         rows = (m < pairs)[:, None]
@@ -189,7 +189,7 @@ def down(
     DEPENDENT: tl.constexpr,
 ):
     """partial[pair, g] = down[expert] · act[i] over the g-th of GROUPS equal groups of features, for every sorted pair
-    i. Grid: tiles, groups.
+    i. Grid: groups times tiles, as in `kernel.down`.
 
     The tile is looked up before the wait, as in `kernel.down`."""
     ROWS: tl.constexpr = TILE.rows
@@ -197,13 +197,13 @@ def down(
     BLOCK_K: tl.constexpr = TILE.block_k
     STAGES: tl.constexpr = TILE.stages
     COUNT: tl.constexpr = K // GROUPS
-    expert, first, pairs, block = _tile(table, (FEATURES + BLOCK - 1) // BLOCK, TILE.group)
+    expert, first, pairs, block = _tile(table, tl.program_id(0) // GROUPS, (FEATURES + BLOCK - 1) // BLOCK, TILE.group)
     if DEPENDENT:
         gdc_wait()
     if pairs > 0:
         group = 0
         if GROUPS > 1:
-            group = tl.program_id(1)
+            group = tl.program_id(0) % GROUPS
         begin = group * COUNT
         m = tl.arange(0, ROWS)
         rows = (m < pairs)[:, None]

@@ -236,6 +236,12 @@ MOST_HIDDEN = 4096
 and 512 tokens, they took 472 us, two 464."""
 IN_GROUPS = (Product(64, 64, 3, 4, tma=True), Product(128, 64, 3, 4, tma=True))
 """The same, of 64 pairs, for sums of groups: of any number of tokens, so that tiles of an expert go one by one."""
+FEW_IN_GROUPS = replace(IN_GROUPS[0], block=32, stages=4), IN_GROUPS[1]
+"""The same where IN_GROUPS would have no more programs of `gate_up` than stand at once: half as wide, so that they are
+dealt out more evenly. Every result has the bits of the wide ones: it is the sum over the same features in the same
+order, by the same instruction of fewer columns."""
+FEW_PROGRAMS: Final = 3
+"""Programs of IN_GROUPS that stand on a multiprocessor; 0 switches FEW_IN_GROUPS off."""
 SCALED = {
     0: PRODUCTS[0],
     16: (Product(64, 128, 4, 4, 128, tma=True), Product(128, 128, 4, 4, 128, tma=True)),
@@ -254,7 +260,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
     tallest with plain weights, for FP8 where activations may be quantized, and for four bits. Whether they take a call
     or not, and however the weights of `gate_up` and of `down` are stored, its memory is the same.
 
-    Sums of groups have one tile for every number of tokens, and keep what the order of a sum could round.
+    Sums of groups have one tile for every number of tokens but for the columns of `gate_up`, and keep what the order of
+    a sum could round.
     """
 
     def of(plain: tuple[Product, Product], scaled: tuple[Product, Product]) -> tuple[Product, Product]:
@@ -263,7 +270,11 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
 
     if shape.groups:
         gate_up, down = of(IN_GROUPS, SCALED_IN_GROUPS)
-        return fitted(ExpertTiling(64, gate_up, down, torch.float32, stored=stored), shape)
+        tiles = ExpertTiling(64, gate_up, down, torch.float32, stored=stored)
+        programs = tiles.tiles(shape) * gate_up.blocks(shape.intermediate)
+        if stored[0] == PLAIN and programs <= FEW_PROGRAMS * shape.hopper:
+            tiles = replace(tiles, gate_up=FEW_IN_GROUPS[0])
+        return fitted(tiles, shape)
     mean = shape.mean
     rows = 16 if mean < FEWEST_OF_64 else 64 if mean <= MOST_OF_64 else 128
     few_bits = shape.hopper > 0 and alike_in_four_bits(stored)

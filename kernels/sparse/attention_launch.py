@@ -165,7 +165,7 @@ def _attend_on_hopper(
     blocks = triton.cdiv(heads, tiling.block)
     common: dict[str, Any] = {
         "SELECTED": selected,
-        "SPLIT": Split(unit=PAGE_TOKENS, page=PAGE_TOKENS, row_cost=0, invariant=False, own=False),
+        "SPLIT": Split(unit=PAGE_TOKENS, page=PAGE_TOKENS, row_cost=0, invariant=0, own=False),
         "OVERLAP": Overlap(stages=tiling.stages, dependent=dependent, early=False, either=False),
         "num_warps": tiling.warps,
         **pdl(dependent),

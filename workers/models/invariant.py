@@ -6,7 +6,7 @@ per token, G groups of this rank, R ranks.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -65,7 +65,8 @@ class DeterministicOps(GeneralOps):
         out_TE = tensor_of(out)
         with scratch.scope():
             part_TGE = self._parts(x_TF.shape[0], self._groups(x_TF.shape[1]), out_TE.shape[1], scratch)
-            grouped_linear(x_TF, plain(weight_EF, x_TF.dtype, scratch), part_TGE)
+            # As of `linear`.
+            grouped_linear(x_TF, plain(weight_EF, x_TF.dtype, scratch), part_TGE, dependent=dependent(x_TF))
             self._sum(part_TGE, out_TE, scratch)
         self.add_norm(out_TE, norm, out)
 
@@ -105,8 +106,9 @@ class DeterministicOps(GeneralOps):
                     size = moe.workspace_bytes(moe.experts_shape(x_TE[turn], choice[0], down_XEI, groups=groups))
                     workspace = scratch.empty(size, dtype=torch.uint8)
                 part_TGE = self._parts(choice[0].shape[0], groups, hidden, scratch)
-                part_TGE.zero_()
-                moe.add_experts(x_TE[turn], *choice, gate_up_XFE, down_XEI, part_TGE, workspace=workspace, limit=limit)
+                how: dict[str, Any] = {"add": False, "dependent": dependent(x_TE[turn])}
+                tensors = x_TE[turn], *choice, gate_up_XFE, down_XEI, part_TGE
+                moe.add_experts(*tensors, workspace=workspace, limit=limit, **how)
                 self._sum(part_TGE, out_TE[turn], scratch)
         self.add_experts_sum(out, mixture, norm)
 
@@ -125,7 +127,7 @@ class DeterministicOps(GeneralOps):
         """The tree: this rank's groups, then the ranks."""
         part_GTE, ranks = part_TGE.transpose(0, 1), self.group.summed.size
         if ranks == 1:
-            ordered_sum(part_GTE, out_TE)
+            ordered_sum(part_GTE, out_TE, dependent=dependent(out_TE))
             return
         own_TE = scratch.empty(*out_TE.shape, dtype=torch.float32)
         ordered_sum(part_GTE, own_TE)

@@ -89,6 +89,69 @@ def test_a_row_alone_equals_the_row_in_a_batch() -> None:
             assert torch.equal(got[1][0, 0], lse[row, token])
 
 
+def test_pieces_depend_on_their_position_alone() -> None:
+    """A token's bits in a row that goes on behind it, whatever rows are before it, how many CTAs there are, and where
+    the row's pieces begin to be longer. Planted faults that this finds: a CTA that begins inside a piece, and sizes by
+    the row's length."""
+    lengths = [0, 4097, 300, 127, 4096, 16_700, 129]
+    batch = Case(lengths, 2, heads=2, latent=16, rope=16, invariant=True, least_columns=300)
+    want = [x.clone() for x in batch.run(portable_tiling(batch.shape, PROCESSORS))]
+    batch.compare()
+    for processors in (5, 61):
+        got = batch.run(portable_tiling(batch.shape, processors))
+        assert all(torch.equal(mine, first) for mine, first in zip(got, want, strict=True))
+    for row, length in enumerate(lengths):
+        if length < 2:
+            continue
+        alone = Case([length - 1], 1, heads=2, latent=16, rope=16, invariant=True)
+        alone.tensors["cache"] = batch.tensors["cache"]
+        alone.tensors["table"] = batch.tensors["table"][row : row + 1]
+        alone.tensors["q"] = batch.tensors["q"][row : row + 1, :1].contiguous()
+        got = alone.run(portable_tiling(alone.shape, 7))
+        assert all(torch.equal(mine[0, 0], first[row, 0]) for mine, first in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_a_ctas_share_in_invariant_mode_is_of_whole_pieces(shards: int) -> None:
+    """Every piece is one CTA's, once, in a slot of its own, and no CTA has more than the others but for a piece."""
+    torch.manual_seed(shards)
+    for trial in range(20):
+        lengths = [int(x) for x in torch.randint(0, 20_000 // shards, (1 + trial % 5,))]
+        lengths[trial % len(lengths)] *= trial % 3
+        case = Case(lengths, heads=1, latent=16, rope=16, invariant=True)
+        tiling = portable_tiling(case.shape, 1 + 3 * trial)
+        workspace = case.workspace(tiling, shards)
+        launch.schedule(case.tensors["length"], case.tensors["table"], workspace)
+        blocks = [-(-length // 128) for length in lengths]
+        pieces = [[unit for unit in range(count) if unit % size_of(unit, shards) == 0] for count in blocks]
+        slots = iter(range(10**6))
+        want = {(row, begin): next(slots) for row, own in enumerate(pieces) for begin in own}
+        records = workspace.metadata[: tiling.ctas * 8].view(-1, 8).tolist()
+        found: dict[tuple[int, int], int] = {}
+        for row, at, left, slot, *_ in records:
+            assert left <= -(-sum(blocks) // tiling.ctas) + 3
+            while left > 0:
+                if not blocks[row]:
+                    row += 1
+                    continue
+                take = min(at // size_of(at, shards) * size_of(at, shards) + size_of(at, shards), blocks[row]) - at
+                assert (row, at) not in found
+                found[row, at], slot = slot, slot + 1
+                left, at = left - take, at + take
+                if at == blocks[row]:
+                    row, at = row + 1, 0
+            assert left == 0
+        assert found == want
+        rows = workspace.metadata[tiling.ctas * 8 :][: 4 * len(lengths)].view(-1, 4)
+        assert rows[:, 2].tolist() == list(map(len, pieces))
+
+
+def size_of(block: int, shards: int) -> int:
+    """Blocks of 128 entries of the piece in which a row's block lies on one of so many shards."""
+    entry = block * 128 * shards
+    return 1 if entry < 4096 else 2 if entry < 16384 else 4
+
+
 def test_every_kv_block_is_scheduled_once_and_evenly() -> None:
     torch.manual_seed(0)
     for trial in range(40):

@@ -153,8 +153,9 @@ def test_one_shard_has_the_bits_of_the_whole_cache() -> None:
 
 @pytest.mark.parametrize("triton", [False, True], ids=["reference", "triton"])
 def test_shards_have_the_bits_of_one_in_invariant_mode(triton: bool) -> None:
-    """Rows of fewer and of more pieces than strands. Planted faults that this finds: owners change at every page; the
-    owner of a page for that of the page before; strands rotated."""
+    """Rows of fewer and of more stretches than strands, and of pieces of two sizes on each shard. Planted faults that
+    this finds: owners change at every page; the owner of a page for that of the page before; strands rotated; sizes of
+    pieces by the position in the shard."""
     case = Case([600, 0, 1, 513, 4700], 2, 3, 32, 16, torch.float32, first=1, invariant=True)
     with_pieces_in_turns(case, 8)
     tiling = portable_tiling(case.shape, 3)

@@ -96,6 +96,8 @@ def run_invariant_shards(case: Case, tiling: DecodeTiling, count: int) -> tuple[
         COLUMNS=tiling.merge_columns,
         STRANDS=count,
         LAST=True,
+        FINEST=1,
+        DEPENDENT=False,
         enable_fp_fusion=False,
     )
     return t["out"].clone(), t["lse"].clone()

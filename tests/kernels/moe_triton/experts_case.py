@@ -91,6 +91,8 @@ class Experts:
     """Formats of gate_up and of down, where there are none to share."""
     quantize_activations: bool = False
     """Whether activations may be quantized to FP8: `w8a8_stages` checks such calls."""
+    adds: bool = True
+    """Whether sums of groups are added to what the output holds."""
     added: bool = False
     """Sums are added to rows that stand somewhere else."""
     limit: float = 0.0
@@ -213,7 +215,7 @@ class Experts:
         assert self.weights is not None
         t, scratch = self.tensors, Workspace.over(workspace, self.shape, tiling)
         tensors = (t["x"], t["id"], t["weight"], *self.weights, t["out"])
-        before = t.get("before")
+        before = t["out"] if self.groups and self.adds else t.get("before")
         how = (dependent, norm, rounded, before, round_to)
         return launch.ExpertLaunches(*tensors, scratch, self.shape, tiling, *how)
 
@@ -244,7 +246,9 @@ class Experts:
                 out.index_add_(0, token, y * weight[token, column].double()[:, None, None])
         if self.added:
             out += self.inputs["before"].double().unsqueeze(1)
-        return out + self.inputs["out"].double() if self.groups else out[:, 0]
+        if self.groups and self.adds:
+            out += self.inputs["out"].double()
+        return out if self.groups else out[:, 0]
 
     def activated(self, gate: Tensor, up: Tensor) -> Tensor:
         """What `down` reads, not rounded."""

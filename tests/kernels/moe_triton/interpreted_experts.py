@@ -160,6 +160,17 @@ def test_sorting(
     assert table[0] == [sum(tiles), sum(tiles[: experts - shared if spread else experts]), 0, 0]
 
 
+def test_sums_of_groups_that_are_added_to_nothing() -> None:
+    """They have the bits of those that are added to 0, whatever the output holds."""
+    case = Experts(9, 3, 5, 48, 176, groups=4, holes=True, padded=(4,), adds=False)
+    case.tensors["out"].fill_(torch.nan)
+    check(case)
+    got = case.tensors["out"].clone()
+    zeros = Experts(9, 3, 5, 48, 176, groups=4, holes=True, padded=(4,))
+    zeros.tensors["out"].zero_()
+    assert torch.equal(zeros.run(), got)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("intermediate", "groups"), [(16, 8), (48, 2), (176, 4), (32, 1)])
 def test_groups(intermediate: int, groups: int, dtype: torch.dtype) -> None:

@@ -106,6 +106,20 @@ def test_twenty_sums_of_groups_agree_bitwise(model: str) -> None:
         assert same_bits(case.run(), want)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 40])
+@pytest.mark.parametrize("model", MODELS)
+def test_narrow_tiles_of_gate_and_up_have_the_bits_of_wide_ones(model: str, tokens: int) -> None:
+    """Those of sums of groups, at magnitudes that cancel."""
+    case = make(model, tokens, groups=8)
+    case.tensors["x"].mul_(torch.randn(case.hidden, device="cuda").mul(3).exp2())
+    case.inputs["x"].copy_(case.tensors["x"])
+    wide, narrow = (case.tiling(gate_up=products[0]) for products in (schedule.IN_GROUPS, schedule.FEW_IN_GROUPS))
+    assert narrow.gate_up.block < wide.gate_up.block
+    want = case.run(wide).clone()
+    case.refill()
+    assert same_bits(case.run(narrow, dependent=torch.cuda.get_device_capability() >= (9, 0)), want)
+
+
 def test_all_tiles_agree_bitwise() -> None:
     """Sums over the input features have one order whatever the tile, on Hopper also across its matrix instructions and
     at magnitudes that cancel."""

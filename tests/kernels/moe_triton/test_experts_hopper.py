@@ -142,6 +142,20 @@ def test_one_kernel_sums_the_groups_of_every_number_of_tokens(model: str) -> Non
     assert len(products) == 1
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_narrow_tiles_of_gate_and_up(tokens: int) -> None:
+    """Few tokens' programs of sums of groups, by the instruction of the wide ones: 64 pairs, 16 features at a time."""
+    shape = replace(shape_of("V2-Lite", tokens, groups=8), hopper=132)
+    assert schedule.tiling(shape).gate_up.block == 32
+    assert schedule.tiling(replace(shape, tokens=8)).gate_up.block == 64
+    (found,) = [kernel for kernel in kernels(shape) if kernel.metadata.name == "gate_up"]
+    resources(found).check()
+    used = instructions(found)
+    assert "HGMMA" in used
+    assert "HMMA" not in used
+    assert "wgmma.mma_async.sync.aligned.m64n32k16" in found.asm["ptx"]
+
+
 @pytest.mark.parametrize("tokens", [64, 256])
 def test_all_results_of_a_token_are_on_their_way_at_once(tokens: int) -> None:
     """The sums of few tokens wait for memory once."""

@@ -42,3 +42,34 @@ def test_products_of_groups(model: str, ranks: int) -> None:
         found = resources(compiled[0])
         found.check()
         assert "HGMMA" in instructions(compiled[0])
+
+
+@pytest.mark.parametrize("features", [192, 2048, 7168])
+@pytest.mark.parametrize("rows", [64, 256, 3648, 8192])
+def test_tiles_of_few_programs(rows: int, features: int) -> None:
+    """All of them multiply by wgmma, 64 tokens by their output features: another instruction would have other bits."""
+    with compile_only() as compiled:
+        for tokens in (1, 16, 64):
+            x, weight = torch.empty(tokens, 1, features).bfloat16(), torch.empty(1, rows, features).bfloat16()
+            for dependent in (False, True):
+                out = torch.empty(tokens, 1, rows)
+                linear_launch.tiled(x, weight, out, invariant=True, few=True, dependent=dependent)
+    assert len({kernel.hash for kernel in compiled}) == 2, "one kernel serves up to 64 tokens"
+    block, _, _ = linear_launch.invariant_tile(1, rows, features, 132)
+    for kernel in compiled[:2]:
+        resources(kernel).check()
+        assert f"wgmma.mma_async.sync.aligned.m64n{block}k16" in kernel.asm["ptx"]
+        assert "HGMMA" in instructions(kernel)
+        assert "HMMA" not in instructions(kernel)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_absorbed_queries(dependent: bool) -> None:
+    """With what lies behind the features that are multiplied."""
+    with compile_only() as compiled:
+        for tokens in (1, 64):
+            q, weight = torch.empty(tokens, 16, 192).bfloat16(), torch.empty(16, 512, 128).bfloat16()
+            out = torch.empty(tokens, 16, 576).bfloat16()
+            linear_launch.tiled(q[..., :128], weight, out[..., :512], invariant=True, behind=64, dependent=dependent)
+    assert len({kernel.hash for kernel in compiled}) == 1
+    resources(compiled[0]).check()

@@ -149,6 +149,8 @@ def in_one_kernel(part_DXL: Tensor, lse_DX: Tensor) -> tuple[Tensor, Tensor]:
             COLUMNS=latent,
             STRANDS=count,
             LAST=True,
+            FINEST=1,
+            DEPENDENT=False,
             enable_fp_fusion=False,
         )
     return out, lse

@@ -14,6 +14,7 @@ import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import TensorHandle  # noqa: E402
 
+from kernels.linear import launch  # noqa: E402
 from kernels.routing_rule import RoutingRule  # noqa: E402
 
 CPU = cases.Place(torch.device("cpu"))
@@ -30,6 +31,15 @@ def test_linear(tokens: int, rows: int, features: int) -> None:
 @pytest.mark.parametrize("invariant", [False, True])
 def test_tiled(tokens: int, invariant: bool) -> None:
     cases.check_tiled(CPU, tokens, 41, 72, invariant)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+def test_narrow_tiles(tokens: int) -> None:
+    """Tiles of 16, 32 and 64 output features: there are 132 programs at most."""
+    tiles = (tokens + 63) // 64
+    for rows, features, block in ((41, 72, 16), (40, 512, 16), (2200 // tiles, 128, 32)):
+        assert launch.invariant_tile(tiles, rows, features, 132)[0] == block
+        cases.check_narrow_tiles(CPU, tokens, rows, features)
 
 
 @pytest.mark.parametrize("tokens", [17, 64, 70])

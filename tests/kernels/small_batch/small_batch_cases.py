@@ -177,6 +177,26 @@ def check_tiled(
         close(out, want, 2**-8 if dtype == BF16 else 1e-5)
 
 
+def check_narrow_tiles(place: Place, tokens: int, rows: int, features: int) -> None:
+    """Tiles of invariant mode with fewer output features, bit for bit those of 64: on a GPU. The interpreter multiplies
+    whole steps at once, in an order of its own: there they are as close to the exact sums."""
+    torch.manual_seed(tokens)
+    factor = place.normal(features, dtype=torch.float32).mul(3).exp2()
+    x = (place.normal(tokens, 1, features, dtype=torch.float32) * factor).to(BF16)
+    weight = place.normal(1, rows, features)
+    results = []
+    for few in (False, True):
+        out = place.poison(tokens, 1, rows, dtype=torch.float32)
+        launch.tiled(x, weight, out, invariant=True, few=few, dependent=place.dependent)
+        results.append(out)
+    want = torch.einsum("thn,hln->thl", x.double(), weight.double())
+    for out in results:
+        size = torch.einsum("thn,hln->thl", x.double().abs(), weight.double().abs())
+        assert ((out.double() - want).abs() <= 1e-5 * size).all()
+    if place.device.type == "cuda":
+        assert torch.equal(results[0], results[1])
+
+
 def check_parts(place: Place, tokens: int, rows: int, features: int, parts: int) -> None:
     """Parts of the sums of a product, over neighbouring features."""
     torch.manual_seed(tokens)
@@ -497,6 +517,16 @@ def check_absorb(place: Place, tokens: int, heads: int, nope: int, rope: int, la
     weight = place.normal(heads, nope + 16, latent, scale=0.1)[:, :nope]
     out = place.poison(tokens, heads, latent + rope)
     head_launch.absorb(q, weight, out, dependent=place.dependent)
+    _compare_absorbed(out, q, weight)
+    if rope & (rope - 1) == 0:  # invariant mode
+        nope_THN, latent_THL = q[..., :nope], out.fill_(torch.nan)[..., :latent]
+        how = {"invariant": True, "behind": rope, "dependent": place.dependent}
+        launch.tiled(nope_THN, weight.transpose(1, 2), latent_THL, **how)
+        _compare_absorbed(out, q, weight)
+
+
+def _compare_absorbed(out: Tensor, q: Tensor, weight: Tensor) -> None:
+    nope, latent = weight.shape[1:]
     close(out[..., :latent], torch.einsum("thn,hnl->thl", q[..., :nope].double(), weight.double()))
     assert torch.equal(out[..., latent:], q[..., nope:])
 

@@ -82,6 +82,13 @@ def test_tiled(tokens: int, invariant: bool) -> None:
     cases.check_tiled(place(), tokens, 65, 192, invariant, torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 16, 33, 64, 65, 200])
+@pytest.mark.parametrize(("rows", "features"), [(3648, 2048), (64, 2048), (1001, 1088), (256, 7168), (192, 192)])
+def test_narrow_tiles_have_the_bits_of_wide_ones(rows: int, features: int, tokens: int) -> None:
+    """At magnitudes that cancel: other steps or another instruction would round otherwise."""
+    cases.check_narrow_tiles(place(), tokens, rows, features)
+
+
 @pytest.mark.parametrize("tokens", [17, 64, 256, 512])
 def test_parts(tokens: int) -> None:
     cases.check_parts(place(), tokens, 64, 2048, 16)

@@ -78,5 +78,12 @@ def test_shards_have_partial_results_of_their_own_pieces_alone(
 
 
 def _pieces_of_shards(pages: int, shards: int) -> list[list[int]]:
-    """Whether each piece of a row of so many pages is each shard's, counted one by one; the first shard begins."""
-    return [[int(piece % shards == shard) for shard in range(shards)] for piece in range(-(-pages // 8))]
+    """How many pieces of each stretch of 8 pages of a row of so many are each shard's, counted one by one; the first
+    shard begins. Up to 4,096 tokens a piece has 2 pages, up to 16,384 it has 4, and behind these 8."""
+    counts = []
+    for begin in range(0, pages, 8):
+        size = 2 if begin < 64 else 4 if begin < 256 else 8
+        counts.append(
+            [len(range(begin, min(begin + 8, pages), size)) * (begin // 8 % shards == s) for s in range(shards)]
+        )
+    return counts

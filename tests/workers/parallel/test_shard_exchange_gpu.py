@@ -95,6 +95,8 @@ def check_tree(group: Group, device: torch.device) -> None:
             COLUMNS=columns,
             STRANDS=count,
             LAST=True,
+            FINEST=1,
+            DEPENDENT=False,
             enable_fp_fusion=False,
         )
         assert torch.equal(out, want)

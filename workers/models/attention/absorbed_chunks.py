@@ -7,6 +7,7 @@ features, C cached features, P pages, K = 64 entries per page.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kernels.mla_decode import INVARIANT_SPLIT
 from kernels.own_entries import OwnEntries
-from kernels.page import PAGE_TOKENS, pages_for
+from kernels.page import pages_for
+from kernels.strands import most_pieces
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.models.attention.backend import Backend, Geometry, Heads
@@ -95,8 +96,12 @@ class ChunkRows(Geometry):
         token_U = torch.zeros(count * width, dtype=torch.int64, device=device)
         place_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         length_R = torch.zeros(count, dtype=torch.int32, device=device)
-        unit = shards * INVARIANT_SPLIT // PAGE_TOKENS
-        powers = [unit << power for power in range((-(-pages // unit)).bit_length())]
+        # The most columns with so many pieces: they only grow with the columns.
+        most = most_pieces(pages, shards)
+        powers = [
+            bisect_right(range(pages + 1), 1 << power, key=lambda columns: most_pieces(columns, shards)) - 1
+            for power in range(most.bit_length())
+        ]
         return [
             ChunkRows(width, shards, token_U, place_T, length_R, length_R.new_zeros(count, columns))
             for columns in sorted({min(columns, pages) for columns in (*powers, pages)})
@@ -110,7 +115,7 @@ class ChunkRows(Geometry):
     def parts(self) -> list[tuple[slice, DecodeBatch]]:
         """Slices of the queries with their rows, none larger than the first: partial results of long contexts stay
         bounded. A shard has but its share of the pieces."""
-        pieces = -(-self.page_RP.shape[1] * PAGE_TOKENS // (self.shards * INVARIANT_SPLIT))
+        pieces = most_pieces(self.page_RP.shape[1], self.shards)
         pieces = 1 << (pieces - 1).bit_length()
         step = max(1, min(ROWS, PIECES // pieces))
         return [

@@ -104,12 +104,12 @@ def absorb(
 ) -> None:
     """Queries for latents, of roped queries; or of those that are `entering`, whose latents are written, too.
     `dependent`: whether what comes behind is launched dependently."""
-    if entering is None and dependent:
-        absorb_roped(q_THD, heads.key_HNL, q_THC, dependent=True)
+    if entering is None and (dependent or heads.invariant):
+        absorb_roped(q_THD, heads.key_HNL, q_THC, invariant=heads.invariant, dependent=dependent)
         return
     if entering is None:
         absorbed_THL = q_THC[..., : heads.latent]
-        head_linear(q_THD[..., : heads.nope], heads.key_HNL, absorbed_THL, invariant=heads.invariant)
+        head_linear(q_THD[..., : heads.nope], heads.key_HNL, absorbed_THL)
         q_THC[..., heads.latent :].copy_(q_THD[..., heads.nope :])
         return
     rope_absorb(
@@ -144,9 +144,9 @@ class DecodeRows(Backend):
     def attend(self, heads: Heads, cache_PKC: Tensor) -> None:
         memory, entering, workspace = self.memory, self.entering, self.rows.workspace
         attended_THL, invariant = memory.attended_RWHL.flatten(0, 1), heads.invariant
-        # Where attention begins with a kernel of ours, that one lets the next start as `early` asks. In invariant mode
-        # a copy that is not ours stands behind the product.
-        ours = entering is not None or not (workspace is None or invariant)
+        # Where attention begins with a kernel of ours, that one lets the next start as `early` asks; in invariant mode
+        # it does not.
+        ours = entering is not None or workspace is not None
         dependent = ours and launches_dependently(cache_PKC.device)
         absorb(heads, self.q_THD, entering, memory.q_RWHC.flatten(0, 1), cache_PKC, dependent=dependent)
         tokens, value_HLV = attended_THL.shape[0], heads.value_HVL.transpose(1, 2)
@@ -155,8 +155,15 @@ class DecodeRows(Backend):
             *(memory.attended_RWHL, memory.lse_RWH),
         )
         if workspace is None or invariant:
-            mla_decode(*tensors, scale=heads.scale, first=self.first, workspace=workspace, invariant=invariant)
-            head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant)
+            mla_decode(
+                *tensors,
+                scale=heads.scale,
+                first=self.first,
+                workspace=workspace,
+                invariant=invariant,
+                dependent=dependent,
+            )
+            head_linear(attended_THL, value_HLV, self.out_THV, invariant=invariant, dependent=dependent)
             if heads.sink_H is not None:
                 heads.add_sinks(self.out_THV, memory.lse_RWH.flatten(0, 1))
             return
