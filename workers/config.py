@@ -173,7 +173,7 @@ class EngineConfig(BaseModel):
     `invariant`. An engine that is started again, for which streams wait, does so with all as well. Commands that serve
     nobody, and replicas with `host_cache_bytes`, capture all at the start."""
     selftest: bool = True
-    """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
+    """Prove that steps compute what they should, each graph before it is used; a replica that fails does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"
     """Steps that are proven. auto: every graph; without graphs the smallest, a middle and the largest eager step."""
     queue_limit: Annotated[int, Field(ge=0)] = 512
