@@ -24,13 +24,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from steps import LATENTSERVE, PYTHON, Step, add_options, chosen_steps, list_steps, run_steps
+from steps import LATENTSERVE, PYTHON, STEADY, Step, add_options, chosen_steps, list_steps, run_steps
 
 
 def engine_steps(folder: Path) -> list[Step]:
     """Return the steps to run; `folder` takes 31 GB."""
     whole, part = str(folder / "v2-lite"), str(folder / "v3-slice")
-    serve = (*LATENTSERVE, "serve", "--model", whole, "--width", "1")
+    serve = (*LATENTSERVE, "serve", *STEADY, "--model", whole, "--width", "1")
     adaptive, masked = (PYTHON, "bench/adaptive_width.py"), (PYTHON, "bench/masked_steps.py", "--full-vocabulary")
     # The demo model's context is short, and a GPU is quick with it.
     demo = ("--model", "demo", "--context", "2048", "--input", "64", "--seconds", "2")

@@ -37,7 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from steps import LATENTSERVE, PYTHON, ROOT, Step, add_options, chosen_steps, list_steps, run_steps
+from steps import LATENTSERVE, PYTHON, ROOT, STEADY, Step, add_options, chosen_steps, list_steps, run_steps
 
 PROMPT = "3,14,15,92,65,35,89,79"
 SHARES = ("v2-lite", "v3-slice", "v3")
@@ -58,7 +58,7 @@ def any_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     latency = (*LATENTSERVE, "bench", "latency", *model, "--width", "1", "--batch", "1,16,64,256", "--quiet")
     generate = (*LATENTSERVE, "generate", *model, "--prompt-ids", PROMPT, "--max-tokens", "64")
     invariant = (*generate, "--ignore-eos", "--temperature", "0", "--invariant", "--json")
-    serve = (*LATENTSERVE, "serve", *model, "--max-context", "4096", "--max-rows", "128")
+    serve = (*LATENTSERVE, "serve", *STEADY, *model, "--max-context", "4096", "--max-rows", "128")
     load = ((*LATENTSERVE, "bench", "http", *LOAD),)
     rows = ("--rows", "1,16,64,256", "--widths", "1")
     # Every GPU has 1,200 pages, and all have 40 GB of host memory together.
@@ -108,7 +108,7 @@ def whole_model_steps(ranks: int, shape: str, folder: Path) -> list[Step]:
     long, few = ("--input", "8192", "--token-budget", "8192"), ("--output", "2,3", "--width", "1")
     eight = ("--input", "1024", "--token-budget", "8192")
     start = (*LATENTSERVE, "generate", *of, "--prompt-ids", PROMPT, "--max-tokens", "8")
-    serve = (*LATENTSERVE, "serve", *of, "--max-context", "4096", "--max-rows", "128")
+    serve = (*LATENTSERVE, "serve", *STEADY, *of, "--max-context", "4096", "--max-rows", "128")
     caches = [("--kv-cache-dtype", form) for form in ("auto", "fp8")]
     every = ("--batch", "1,16,64,256")
 

@@ -49,7 +49,7 @@ from generated import GENERATED, TABLE, installed, write_folder
 from shapes import Case, Tokens
 from share import compile_steps
 from step_parts import beside, prompts_behind
-from steps import LATENTSERVE, PYTHON, Step, run_step
+from steps import LATENTSERVE, PYTHON, STEADY, Step, run_step
 from timing import captured, milliseconds
 
 from kernels.page import PAGE_TOKENS
@@ -331,7 +331,7 @@ def http_steps(folder: Path, ranks: int, given: argparse.Namespace) -> list[Step
     """An endpoint with one shard and one with all, and what is asked of them."""
     loads = [load.tiny() for load in LOADS] if given.tiny else LOADS
     longest, most = max(load.input + load.output for load in loads), max(load.streams for load in loads)
-    serve = (*LATENTSERVE, "serve", "--model", str(folder), "--device", given.device, "--width", "1")
+    serve = (*LATENTSERVE, "serve", *STEADY, "--model", str(folder), "--device", given.device, "--width", "1")
     serve += ("--tensor-parallel", str(ranks), "--max-rows", str(most), "--max-context", str(longest + 512))
     return [
         Step(

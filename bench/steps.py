@@ -26,6 +26,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 LATENTSERVE = (PYTHON, "-c", "from deploy.cli import main; main()")
+STEADY = ("--graphs-at-start", "all")
+"""Of a server whose steps are timed: it captures nothing meanwhile."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _live: set[int] = set()
 """Process groups of what runs."""

@@ -160,8 +160,11 @@ class EngineConfig(BaseModel):
     the replica's front. Commands that start no rank again do not keep any."""
     graphs: bool = True
     """Capture decode steps, and the token-wise segments of mixed steps, into CUDA graphs (a CPU has none)."""
-    graphs_at_start: Literal["all", "few"] = "all"
-    """Graphs that are captured before a replica serves. few: those that its first steps need; the others follow.
+    graphs_at_start: Annotated[Literal["auto", "all", "few"], Flag()] = "auto"
+    """Graphs that are captured and proven before a replica serves. few: those of its first steps. auto: few if proven.
+
+    auto takes few where the start before has proven all graphs on the same GPU, with the same weights, settings, code
+    and versions; else all. Whichever it takes, each graph is proven before it is used. Without `selftest` auto is all.
 
     few captures decode steps of the fewest rows, of the most, and of those that wait for an engine that is started
     again. All others are captured, and proven, between the steps of the first streams, of whose time that takes a
@@ -170,7 +173,7 @@ class EngineConfig(BaseModel):
     `invariant`. An engine that is started again, for which streams wait, does so with all as well. Commands that serve
     nobody, and replicas with `host_cache_bytes`, capture all at the start."""
     selftest: bool = True
-    """Prove at start-up that steps compute what they should; a replica that fails it does not serve."""
+    """Prove that steps compute what they should, each graph before it is used; a replica that fails does not serve."""
     selftest_buckets: Literal["auto", "all"] = "auto"
     """Steps that are proven. auto: every graph; without graphs the smallest, a middle and the largest eager step."""
     queue_limit: Annotated[int, Field(ge=0)] = 512

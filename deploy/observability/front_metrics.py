@@ -70,6 +70,7 @@ HISTOGRAMS: dict[str, str] = {
     "step_context": "Tokens that each token of a step had before it, on average, by kind.",
 }
 WORKER_GAUGES: dict[str, str] = {
+    "graph_portions_left": "Portions of graphs still to be captured and proven, while it serves without them.",
     "graph_capture_seconds": "Seconds that capturing the graphs took.",
     "graph_bytes": "Device memory of the graphs and their scratch.",
     "step_weight_bytes": "Of the matrices that a step reads on rank 0 whatever its tokens are.",

@@ -101,6 +101,8 @@ class ReplicaFigures(_Shown):
     """Share of the steps in the window that were replayed from graphs, on rank 0; null where there was no step."""
     eager_steps: dict[str, int]
     """Steps since the start of which nothing was replayed, by reason."""
+    graph_portions_left: int
+    """Portions of graphs that are still to be captured and proven; no step takes them before."""
 
 
 class ReplicaState(_Shown):
@@ -193,6 +195,7 @@ def replica_figures(old: EngineStats, new: EngineStats, seconds: float) -> Repli
         steps={kind: shown for kind, shown in steps.items() if shown is not None},  # type: ignore[misc]
         drafts_accepted=(new.drafts_accepted - old.drafts_accepted) / offered if offered > 0 else None,
         graph_hit_rate=_hit_rate(old, new),
+        graph_portions_left=int(new.worker.get("graph_portions_left", {}).get("", 0)),
         eager_steps={reason: int(count) for reason, count in new.worker.get("graph_eager_steps", {}).items()},
     )
 

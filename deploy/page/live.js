@@ -24,8 +24,9 @@ function rowOf(replica) {
   const cells = figures
     ? [figures.running, figures.waiting, rate === null ? "–" : rate.toFixed(0), pages(figures)]
     : ["–", "–", "–", "–"];
+  const unproven = figures?.graph_portions_left ? `, ${figures.graph_portions_left} portions of graphs still to be proven` : "";
   const state = make("td", { class: replica.state === "serving" ? "good" : "bad cause" },
-    `${replica.state}${replica.standby === "ready" ? ", another engine stands by" : ""}${replica.cause ? `: ${replica.cause}` : ""}`);
+    `${replica.state}${unproven}${replica.standby === "ready" ? ", another engine stands by" : ""}${replica.cause ? `: ${replica.cause}` : ""}`);
   return make("tr", {}, make("td", {}, replica.name || "this one"), state, ...cells.map((cell) => make("td", {}, String(cell))));
 }
 
@@ -48,10 +49,10 @@ export function startLive({ onModel, onSelftest }) {
   const show = () => draw(history.points(by("which").value));
 
   async function look() {
-    // Of the self-test once, and again when the replica that ran it is gone.
+    // Of the self-test once it has all graphs, and again when the replica that ran it is gone.
     const answer = await getJson(proven === null ? "live" : "live?selftest=false");
     if (proven === null) onSelftest(answer.selftest);
-    proven ??= answer.replica;
+    if (!answer.selftest?.left_out) proven ??= answer.replica;
     if (!answer.replicas.some((replica) => replica.name === proven)) proven = null;
     history.add(answer);
     offer(answer.replicas);

@@ -1,4 +1,4 @@
-// What the self-test found before the replica served, bucket by bucket.
+// What the self-test found, bucket by bucket.
 
 import { by, make } from "./dom.js";
 

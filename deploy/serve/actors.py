@@ -28,6 +28,7 @@ from deploy.serve.early_imports import RANK_ENVIRONMENT
 from workers.channel.ports import free_port
 from workers.channel.sockets import Addresses, remove_sockets
 from workers.config import EngineConfig
+from workers.protocol.captures import Waiting
 from workers.rank.role import Role
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class WorkerActor:
         rendezvous: str,
         device: int,
         keeper: Path | None = None,
-        waiting: int | None = None,
+        waiting: Waiting = None,
         role: Role = "alone",
     ) -> None:
         """Run step plans until told to stop; raises the cause of an end. `keeper` (of weights), `waiting` and
@@ -241,9 +242,10 @@ class ReplicaProcesses:
             runtime_env={"env_vars": asked} if asked else None,
         )
 
-    def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: int | None = None) -> None:
+    def run(self, addresses: Addresses, on_end: Callable[[str, bool], None], waiting: Waiting = None) -> None:
         """Let them work; `on_end` is told of each process that ends: why, and whether it could say so itself.
-        `waiting`: streams that wait for them; None where nobody does, and all graphs are captured before they serve.
+        `waiting`: streams that wait for them; None where nobody does, and all graphs are captured before they serve;
+        see `Waiting`.
         OSError where they stand by and there is no weight keeper."""
         # Ranks load together or not at all, and those of other nodes would find nothing kept.
         keeper = None

@@ -41,6 +41,7 @@ from deploy.text.tokenizer import Tokenizer
 from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine, Neighbors
+from workers.protocol.captures import Waiting
 from workers.protocol.front import Engine, EngineFault
 from workers.rank.start_times import StartTimes
 
@@ -67,6 +68,8 @@ NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
 """Settings of the engine that decide how it rounds, beside `cache_shards`, which the engine says (`ModelInfo`)."""
+FIRST_ENGINE: dict[str, Waiting] = {"auto": "auto", "all": None, "few": 0}
+"""Which graphs a replica's first engine captures before it serves, by `graphs_at_start`."""
 FRONT_DIED = "the replica's front died"
 
 
@@ -255,9 +258,9 @@ class EngineReplica:
         client = EngineClient(config.engine, addresses, config.model_name)
         client.on_progress.append(self.status_store.say)
         if self.engine is not None:  # whose place these take: streams wait for them
-            waiting: int | None = self.engine.waiting
+            waiting: Waiting = self.engine.waiting
         else:
-            waiting = 0 if config.engine.graphs_at_start == "few" else None
+            waiting = FIRST_ENGINE[config.engine.graphs_at_start]
         self.processes.run(addresses, lambda cause, told: self._ended(client, cause, told), waiting)
         return client
 

@@ -125,6 +125,11 @@ def possible() -> bool:
     return _PRIVATE.there()
 
 
+def cache_folder() -> Path | None:
+    """Return the folder of Triton's cache; None where this Triton does not say it."""
+    return Path(triton.knobs.cache.dir) if possible() else None
+
+
 def still_compiled(folders: Iterable[str]) -> bool:
     """Whether Triton's cache has all of these folders (`Compiled.folders`): who launches what is there waits for no
     compiler."""

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from workers.graphs import capture, segments
 from workers.memory.scratch import Scratch
-from workers.rank import rank
+from workers.rank import proven_before, rank
 
 
 class CalledGraph:
@@ -39,7 +39,8 @@ class CalledGraph:
 
 
 def call_graphs(patch: pytest.MonkeyPatch) -> list[CalledGraph]:
-    """Let ranks on a CPU capture steps from now on. Returns the list that fills with the graphs."""
+    """Let ranks on a CPU capture steps from now on, and note nothing of it in Triton's cache. Returns the list that
+    fills with the graphs."""
     made: list[CalledGraph] = []
     known: WeakSet[Noted] = WeakSet()
 
@@ -57,6 +58,7 @@ def call_graphs(patch: pytest.MonkeyPatch) -> list[CalledGraph]:
     patch.setattr(segments, "record", record)
     patch.setattr("workers.graphs.graph_runner.Scratch", Noted)
     patch.setattr(rank, "captures_steps", lambda device: True)
+    patch.setattr(proven_before, "cache_folder", lambda: None)
     for name, value in {"mem_get_info": (0, 0), "synchronize": None, "empty_cache": None}.items():
         patch.setattr(torch.cuda, name, lambda *args, value=value: value)
     return made

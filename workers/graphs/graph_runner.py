@@ -96,6 +96,7 @@ class GraphRunner:
             self.warmed = warmed or warm_up(parts, max_rows, token_budget, masks)
             self._reserve()
         self.capture()
+        stats.portions_left = len(self.left)
         if progress is not None:
             progress(self.summary())
 

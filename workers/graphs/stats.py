@@ -27,6 +27,8 @@ class GraphStats:
     """Tokens that filled their buckets up."""
     eager: Counter[str] = field(default_factory=Counter)
     """Steps of which nothing was replayed, by reason."""
+    portions_left: int = 0
+    """Portions of graphs that are still to be captured and proven."""
     capture_seconds: float = 0.0
     bytes: int = 0
     """Device memory that the graphs and their scratch took."""
@@ -43,6 +45,7 @@ class GraphStats:
             "graph_tokens": {"": self.tokens},
             "graph_padded_tokens": {"": self.padded_tokens},
             "graph_eager_steps": dict(self.eager),
+            "graph_portions_left": {"": self.portions_left},
             "graph_capture_seconds": {"": self.capture_seconds},
             "graph_bytes": {"": self.bytes},
             **{name: {"": value} for name, value in self.step_reads.items()},

@@ -23,6 +23,7 @@ from workers.channel.ports import free_port
 from workers.channel.sockets import Addresses, channel_folder, last_words_have_left
 from workers.config import EngineConfig
 from workers.processes.client import EngineClient
+from workers.protocol.captures import Waiting
 from workers.protocol.front import EngineFault
 from workers.protocol.report import SelfTestReport
 from workers.rank.libraries import load_libraries
@@ -167,10 +168,10 @@ class LocalReplica:
         `connect`."""
         return all(pipe.poll() for pipe in (self._pipes[0], *self._imports))
 
-    def connect(self, waiting: int | None = None) -> Addresses:
+    def connect(self, waiting: Waiting = None) -> Addresses:
         """Wait until the scheduler listens, and let the ranks load; they do so in parallel. Returns where the front
         connects, which it must do soon. EngineFault if the scheduler ended instead. `waiting`: number of streams that
-        wait for it; None: all graphs are captured before it is ready."""
+        wait for it; None: all graphs are captured before it is ready; see `Waiting`."""
         scheduler, *ranks = self._pipes
         try:
             addresses: Addresses = scheduler.recv()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from workers.protocol.report import StepTime
+
+Waiting: TypeAlias = "int | Literal['auto'] | None"
+"""Which graphs an engine captures before it serves. A number: the first portion, as so many rows wait for it. None:
+all. auto: the first portion where all were proven on this device before (`workers.rank.proven_before`), else all."""
 
 
 class CapturePortion(msgspec.Struct, frozen=True, tag=True, array_like=True):

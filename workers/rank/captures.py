@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 import torch
 
@@ -16,7 +17,6 @@ from workers.proof import decode_steps, segments
 from workers.proof.prove import GraphProof
 from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.report import SelfTestReport, StepTime
-from workers.rank.inherited_proof import InheritedProof
 from workers.rank.runner import Runner
 
 
@@ -28,6 +28,13 @@ class CaptureFailedError(RuntimeError):
     """Graphs could not be captured, or not be proven, while an engine served; the text is for the user."""
 
 
+class Notes(Protocol):
+    """Where it is noted what a self-test has found, for an engine after this one."""
+
+    def note(self, report: SelfTestReport) -> None:
+        """Remember a report of all steps; one that did not pass lets what was remembered be forgotten."""
+
+
 class Captures:
     """Captures what is left of a runner's graphs, and proves it before it is used."""
 
@@ -36,15 +43,15 @@ class Captures:
         runner: Runner,
         group: Group,
         proof: GraphProof | None,
-        inherited: InheritedProof | None,
+        notes: Sequence[Notes] = (),
         progress: Callable[[str], None] | None = None,
         on_selftest: Callable[[SelfTestReport], None] | None = None,
     ) -> None:
-        """`proof`: which has proven what is captured so far; None where nothing is proven. `inherited`: where a report
-        is noted. `on_selftest`: see `Rank`."""
+        """`proof`: which has proven what is captured so far; None where nothing is proven. `notes`: where a report is
+        noted once it has all graphs, or one that failed. `on_selftest`: see `Rank`."""
         assert runner.graphs is not None
         self._runner, self._graphs, self._group = runner, runner.graphs, group
-        self._proof, self._inherited = proof, inherited
+        self._proof, self._notes = proof, tuple(notes)
         self._progress, self._on_selftest = progress, on_selftest
         self._begin = time.perf_counter()
         self._seconds = 0.0
@@ -82,9 +89,10 @@ class Captures:
         portion = self._graphs.capture()
         proof = self._proof
         if proof is not None and proof.tests(portion) and not self._passes(proof, portion, message.pages):
-            tell(proof.report(), self._group, self._inherited, self._progress, self._on_selftest)
+            tell(proof.report(), self._group, self._notes, self._progress, self._on_selftest)
         if self._runner.device.type == "cuda":
             torch.cuda.synchronize(self._runner.device)
+        self._graphs.stats.portions_left = len(self._graphs.left)
         seconds = time.perf_counter() - begin
         self._seconds += seconds
         times: tuple[StepTime, ...] = ()
@@ -111,8 +119,9 @@ class Captures:
         """Report what was proven; None where nothing is. Raises SelfTestFailedError where that did not pass."""
         if self._proof is None:
             return None
-        whole = None if self._graphs.left else self._inherited
-        return tell(self._proof.report(), self._group, whole, self._progress, self._on_selftest)
+        report = self._proof.report()
+        notes = () if report.passed and self._graphs.left else self._notes
+        return tell(report, self._group, notes, self._progress, self._on_selftest)
 
 
 def bytes_of_copies(runner: Runner) -> int:
@@ -124,14 +133,14 @@ def bytes_of_copies(runner: Runner) -> int:
 def tell(
     report: SelfTestReport,
     group: Group,
-    inherited: InheritedProof | None,
+    notes: Sequence[Notes],
     progress: Callable[[str], None] | None,
     on_selftest: Callable[[SelfTestReport], None] | None,
 ) -> SelfTestReport:
     """Tell what a self-test has found, on rank 0, and note it for an engine after this one. Return the report; raises
     SelfTestFailedError on rank 0 where it did not pass."""
-    if inherited is not None:
-        inherited.note(report)
+    for place in notes:
+        place.note(report)
     if not group.mesh.world.first:
         return report
     if progress is not None:

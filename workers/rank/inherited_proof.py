@@ -28,8 +28,7 @@ class _Remembered:
     def __init__(self, kept: KeptWeights, config: EngineConfig, name: str, *more: object) -> None:
         """`kept`: by which all weights were asked for. `more`: of what else the fact depends."""
         self._kept = kept
-        settings = config.model_dump_json(exclude={"record_plans", "record_prompts"})
-        device = device_identity(kept.device), driver_version(), torch.version.cuda, _triton()
+        settings, *device = surroundings(config, kept.device)
         parts = kept.fingerprints, settings, *more, *device
         self._key = f"{name} {blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
 
@@ -106,6 +105,13 @@ class InheritedWarmUp(_Remembered):
         """Remember it, if all its kernels are known."""
         if found.kernels:
             self._note(found, "all steps will be warmed up again")
+
+
+def surroundings(config: EngineConfig, device: torch.device, *without: str) -> tuple[str | None, ...]:
+    """Return what decides, beside weights and code, what steps compute: settings, but for those `without`; the device
+    by its own name; and the versions of its driver, CUDA and Triton."""
+    settings = config.model_dump_json(exclude={"record_plans", "record_prompts", *without})
+    return settings, device_identity(device), driver_version(), torch.version.cuda, _triton()
 
 
 def _triton() -> str:

@@ -37,14 +37,16 @@ from workers.models.model import Model
 from workers.models.selecting import pages_to_select
 from workers.parallel.group import Group
 from workers.proof.prove import GraphProof, prove
+from workers.protocol.captures import Waiting
 from workers.protocol.messages import Fault, Ready
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskMoved, Moved, Pinned
 from workers.rank.cache_size import check_standby, own_pages, words_of_standby
-from workers.rank.captures import Captures, bytes_of_copies, step_times, tell
+from workers.rank.captures import Captures, Notes, bytes_of_copies, step_times, tell
 from workers.rank.device import captures_steps, pick_dtype
 from workers.rank.held_cache import CacheSize, HeldCache
 from workers.rank.inherited_proof import InheritedProof, InheritedWarmUp, Measured
+from workers.rank.proven_before import ProvenBefore
 from workers.rank.role import Role
 from workers.rank.root import cache_root, identities
 from workers.rank.runner import Runner
@@ -84,7 +86,7 @@ class Rank:
         on_moved: Callable[[Moved | DiskMoved], None] = lambda moved: None,
         on_tier_news: Callable[[Pinned | Fault], None] = lambda news: None,
         keeper: Path | None = None,
-        waiting: int | None = None,
+        waiting: Waiting = None,
         times: StartTimes | None = None,
         role: Role = "alone",
     ) -> None:
@@ -96,7 +98,8 @@ class Rank:
         memory that was pinned for that, and of a thread of theirs that has failed. `keeper`: of weights, if
         the ranks have one, see `WeightKeeper.path`. `waiting`: number of rows that wait for an engine which is to serve
         as soon as possible; then `captures` has graphs that are still to be captured, and what `keeper` knows of an
-        engine that had the same of everything is not measured again. None: all are captured at once.
+        engine that had the same of everything is not measured again. None: all are captured at once. auto: see
+        `Waiting`.
         `times`: of the start so far; None: it begins here. `role`: with another one than alone a `keeper` is given. A
         rank that stands by raises RuntimeError where what it would share with the one that serves is not there.
         """
@@ -184,7 +187,8 @@ class Rank:
             staging = Staging.allocate(record_bytes, device, batch) if device.type == "cuda" else None
         warm_up = None if kept is None or not wants_graphs or memory is not None else InheritedWarmUp(kept, config)
         # Whoever is waited for does not run what is known beforehand: each graph is warmed up before it is captured.
-        known = None if warm_up is None or waiting is None else warm_up.recall()
+        known = None if warm_up is None or not isinstance(waiting, int) else warm_up.recall()
+        rows = waiting if isinstance(waiting, int) else None
         loaded: frozenset[str] = frozenset()
         graph_bytes, beside = 0, ring_bytes + (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
         if wants_graphs:
@@ -192,7 +196,7 @@ class Rank:
             trial = runner(2, context)
             beside = torch.cuda.memory_allocated(device)
             times.end("buffers")
-            loaded = _compile(trial, group, progress, proof=config.selftest, first=None if known is None else waiting)
+            loaded = _compile(trial, group, progress, proof=config.selftest, first=None if known is None else rows)
             times.end("kernels")
             graph_bytes = (trial.warm_up() if known is None else known.warmed).bytes
             if memory is None and config.selftest:
@@ -227,15 +231,23 @@ class Rank:
         self.mover: PageMover | None = None
         """Where there is host memory behind the cache."""
         times.end("buffers")
+        notes: list[Notes] = []
+        if wants_graphs and memory is None and config.selftest:
+            identity = cache_root(config, model, dtype, device, weights.result())
+            before = ProvenBefore(config, group, device, identity, context, progress)
+            if before.take() and waiting == "auto":
+                rows = 0
+            notes.append(before)
         if wants_graphs:
             # Threads that copy pages to host memory would spoil a capture: there all come before.
             warmed = known.warmed if known is not None and known.context == context else None
-            graphs = self.runner.capture(progress, waiting=waiting if memory is None else None, warmed=warmed)
+            graphs = self.runner.capture(progress, waiting=rows if memory is None else None, warmed=warmed)
             times.end("graphs")
             if warm_up is not None and known is None:
                 warm_up.note(Measured(graphs.warmed, own, context, tuple(sorted(loaded))))
         proof = None if kept is None or not config.selftest else InheritedProof(kept, config, context)
-        self._prove(config, group, progress, on_selftest, proof, range(1, shards.pages(few)) if standing_by else None)
+        granted = range(1, shards.pages(few)) if standing_by else None
+        self._prove(config, group, progress, on_selftest, proof, notes, granted)
         if config.selftest:
             times.end("self-test")
         if memory is not None:  # now, as its threads would spoil a capture
@@ -306,23 +318,25 @@ class Rank:
         progress: Callable[[str], None] | None,
         on_selftest: Callable[[SelfTestReport], None] | None,
         proof: InheritedProof | None,
+        notes: Sequence[Notes],
         granted: Sequence[int] | None,
     ) -> None:
         """Rank 0 speaks for all: the other ranks found the same, and would only say it before it has."""
         speaks = progress if group.mesh.world.first else None
         inherited = None if proof is None else proof.recall()
+        notes = notes if proof is None else [proof, *notes]
         parts, graphs, masks = self.runner.parts, self.runner.graphs, self.runner.masks
         if graphs is not None:
             of_graphs = GraphProof(parts, graphs, speaks, masks, inherited) if config.selftest else None
             if of_graphs is not None:
                 of_graphs.prove(graphs.there, granted)
-            captures = Captures(self.runner, group, of_graphs, proof, progress, on_selftest)
+            captures = Captures(self.runner, group, of_graphs, notes, progress, on_selftest)
             self.selftest = captures.report()
             self.captures = captures if graphs.left else None
         elif config.selftest:
             every_bucket = config.selftest_buckets == "all"
             report = prove(parts, None, every_bucket, speaks, masks, inherited, granted)
-            self.selftest = tell(report, group, proof, progress, on_selftest)
+            self.selftest = tell(report, group, notes, progress, on_selftest)
 
 
 def _sampling(

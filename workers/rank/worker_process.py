@@ -20,7 +20,7 @@ from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.grammar.compiler import Compiler
 from workers.parallel.group import Group, PeerLost
-from workers.protocol.captures import CapturePortion
+from workers.protocol.captures import CapturePortion, Waiting
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Fault, Progress, Ready, Shutdown, TakeOver, ToWorker
 from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves, Pinned
@@ -185,7 +185,7 @@ def run_worker(
     rendezvous: str,
     device_index: int | None = None,
     keeper: Path | None = None,
-    waiting: int | None = None,
+    waiting: Waiting = None,
     role: Role = "alone",
 ) -> None:
     """Main loop of one rank; returns after a Shutdown. On an error reports the cause to the scheduler and raises it.
@@ -238,7 +238,8 @@ def run_worker(
         gc.freeze()
         if mesh.world.first:
             heartbeat.figures = runner.stats.figures
-        if built.grammars is not None and not waiting:  # streams that wait go on, and most have no grammar
+        # Streams that wait go on, and most have no grammar.
+        if built.grammars is not None and waiting in (None, 0, "auto"):
             built.grammars.finish_preparing()
         results.send(built.ready)
         if built.disk is not None and mesh.world.first:

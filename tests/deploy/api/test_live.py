@@ -42,6 +42,7 @@ FIGURES = EngineStats(
         "graph_replays": {"": 9.0},
         "graph_mixed_steps": {"": 2.0},
         "graph_eager_steps": {"width": 1.0},
+        "graph_portions_left": {"": 4.0},
     },
     prefix_keys=bytes(16),
 )
@@ -73,6 +74,7 @@ def test_figures_are_rates_and_means_since_the_last_look() -> None:
     assert shown.drafts_accepted == 0.75
     assert shown.graph_hit_rate == pytest.approx(11 / 12)
     assert shown.eager_steps == {"width": 1}
+    assert shown.graph_portions_left == 4
     assert (decode.floor_bytes, decode.floor_seconds, mixed.floor_bytes) == (None, None, None)
     still = replica_figures(FIGURES, FIGURES, 4.0)
     assert (still.generated_tokens_per_s, still.steps) == (0.0, {})

@@ -191,9 +191,9 @@ async def test_a_replica_that_ends_in_order_says_so_before_its_loop_waits(monkey
         assert made.states == ["the watchdog looks for no hang", "the keeper is closed", "live is closed"]
 
 
-@pytest.mark.parametrize(("graphs", "at_first"), [("all", None), ("few", 0)])
+@pytest.mark.parametrize(("graphs", "at_first"), [("auto", "auto"), ("all", None), ("few", 0)])
 async def test_ranks_are_told_how_many_streams_wait(
-    monkeypatch: pytest.MonkeyPatch, graphs: str, at_first: int | None
+    monkeypatch: pytest.MonkeyPatch, graphs: str, at_first: int | str | None
 ) -> None:
     async with serving(monkeypatch, graphs_at_start=graphs) as made:
         assert Processes.made[0].waiting == at_first

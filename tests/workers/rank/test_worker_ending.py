@@ -94,7 +94,7 @@ def test_after_an_error_the_cause_leaves_first_and_the_group_last(world: Mock) -
 def test_what_fails_in_a_late_capture_is_blamed_on_no_stream(world: Mock, error: Exception) -> None:
     world.connect_receiver.return_value.receive.return_value = CapturePortion(1, ())
     replica = world.Rank.return_value
-    replica.captures = Captures(replica.runner, world.Group.connect.return_value, None, None)
+    replica.captures = Captures(replica.runner, world.Group.connect.return_value, None)
     replica.runner.graphs.capture.side_effect = error
     run(CaptureFailedError)
     told = [told.args[0] for told in world.connect_sender.return_value.send.call_args_list]
@@ -106,7 +106,7 @@ def test_what_fails_in_a_late_capture_is_blamed_on_no_stream(world: Mock, error:
 def test_a_peer_that_is_lost_during_a_late_capture_is_no_fault_of_the_graphs(world: Mock) -> None:
     world.connect_receiver.return_value.receive.return_value = CapturePortion(1, ())
     replica = world.Rank.return_value
-    replica.captures = Captures(replica.runner, world.Group.connect.return_value, None, None)
+    replica.captures = Captures(replica.runner, world.Group.connect.return_value, None)
     replica.runner.graphs.capture.side_effect = PeerLost("the cause: a peer")
     run(PeerLost)
     told = [told.args[0] for told in world.connect_sender.return_value.send.call_args_list]
