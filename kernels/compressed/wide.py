@@ -21,7 +21,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.compressed.wide_groups import left_group, right_group
 from kernels.compressed.wide_tile import HALF, Call, item_of, step_behind, steps_of, wide_memory
 from kernels.gluon.prefetch import LINE, ask_for_lines
-from kernels.mla_decode.wide_tile import BLOCK, TILE, TILED
+from kernels.mla_decode.split_kv import TILE
+from kernels.mla_decode.wide_tile import BLOCK, TILED
 from kernels.sparse.fetch import THREADS, rows_layout, tell
 
 _SLICE = gl.constexpr(64)

@@ -8,20 +8,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from kernels.compressed.wide_tile import HALF, begin_scores, item_of, step_behind, steps_of, store_half, weigh
-from kernels.mla_decode.wide_tile import BLOCK, LOWEST, SCORES, TILE, as_left_operand, output_layout, scaled
+from kernels.mla_decode.split_kv import TILE
+from kernels.mla_decode.wide_groups import no_sums, tell_weights, told_weights, total_of_both
+from kernels.mla_decode.wide_tile import as_left_operand, scaled
 
 
 @gluon.jit
 def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PAIRS: gl.constexpr):
     """The group that scores a token's first tile, its third and so on, and sums the left half of the features."""
-    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     tiles = 0
     rows = 0
     seconds = 0
@@ -33,9 +33,7 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PA
         following = item_of(call, step, PAIRS)
         count = item.count
         if count > 0:
-            top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
-            total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(False, HALF))
+            top, total, sums = no_sums(False, HALF)
             mbarrier.wait(ring.q_full, rows & 1)
             for low in range(0, count, 2 * TILE):
                 buffer = tiles & 1
@@ -43,13 +41,8 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PA
                 score = warpgroup_mma_wait(0, deps=(score,))
                 weight, top, shrink = weigh(score, top, call, item, low, PAIRS)
                 rounded = weight.to(gl.bfloat16)
-                exchanged.top.index(0).store(top)
-                exchanged.shrink.index(0).store(shrink)
                 # Right reads them before it hands that half of the tile back.
-                fetched.weights.index(buffer).store(rounded)
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(messages.first, count=1)
+                tell_weights(rounded, top, shrink, fetched.weights.index(buffer), exchanged, messages.first, 0)
                 if low + 2 * TILE >= count:
                     mbarrier.arrive(ring.q_empty, count=1)
                 total = total * shrink + gl.sum(weight, 1)
@@ -63,11 +56,8 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PA
                     mbarrier.arrive(ring.empty.index(buffer), count=1)
                     second = tiles & 1
                     mbarrier.wait(messages.second, seconds & 1)
-                    top = exchanged.top.index(1).load(per_query)
-                    shrink = exchanged.shrink.index(1).load(per_query)
+                    sums, top, total = told_weights(sums, total, exchanged, 1)
                     seconds += 1
-                    total = total * shrink
-                    sums = scaled(sums, shrink)
                     mbarrier.wait(ring.full.index(second), (tiles >> 1) & 1)
                     summing = warpgroup_mma(exchanged.weights, fetched.kv.index(second), sums, is_async=True)
                     sums = warpgroup_mma_wait(0, deps=(summing,))
@@ -76,11 +66,7 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PA
                         gl.thread_barrier()
                         mbarrier.arrive(ring.empty.index(second), count=1)
             own = 2 * (rows & 1)
-            exchanged.total.index(own).store(total)
-            gl.thread_barrier()
-            mbarrier.arrive(messages.totals.index(own), count=1)
-            mbarrier.wait(messages.totals.index(own + 1), (rows >> 1) & 1)
-            total += exchanged.total.index(own + 1).load(per_query)
+            total = total_of_both(total, exchanged, messages, own, own + 1, (rows >> 1) & 1)
             rows += 1
             last = (tiles & 1) ^ 1
             store_half(sums, total, top, call, item, fetched.kv.index(last), ring.empty.index(last), 0, SIZES, PAIRS)
@@ -91,19 +77,15 @@ def left_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PA
 def begin_firsts(sums, total, fetched, exchanged, full, buffer, phase):
     """Begin to multiply the weights of a tile that left has scored with right's half of its features. Returns (sums on
     their way, maximum, sum of right's weights)."""
-    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
-    top = exchanged.top.index(0).load(per_query)
-    shrink = exchanged.shrink.index(0).load(per_query)
-    sums = scaled(sums, shrink)
+    sums, top, total = told_weights(sums, total, exchanged, 0)
     mbarrier.wait(full.index(2 + buffer), phase)
     summing = warpgroup_mma(fetched.weights.index(buffer), fetched.kv.index(2 + buffer), sums, is_async=True)
-    return summing, top, total * shrink
+    return summing, top, total
 
 
 @gluon.jit
 def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, PAIRS: gl.constexpr):
     """The group that scores a token's second tile, its fourth and so on, and sums the right half of the features."""
-    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
     tiles = 0
     rows = 0
     firsts = 0
@@ -115,9 +97,7 @@ def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, P
         following = item_of(call, step, PAIRS)
         count = item.count
         if count > 0:
-            top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
-            total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(False, HALF))
+            top, total, sums = no_sums(False, HALF)
             mbarrier.wait(ring.q_full, rows & 1)
             if count <= TILE:
                 gl.thread_barrier()  # none that waits still may miss that they came
@@ -134,12 +114,7 @@ def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, P
                     summing, top, total = begin_firsts(sums, total, fetched, exchanged, ring.full, buffer, phase)
                     weight, top, shrink = weigh(score, top, call, item, low + TILE, PAIRS)
                     rounded = weight.to(gl.bfloat16)
-                    exchanged.top.index(1).store(top)
-                    exchanged.shrink.index(1).store(shrink)
-                    exchanged.weights.store(rounded)
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    mbarrier.arrive(messages.second, count=1)
+                    tell_weights(rounded, top, shrink, exchanged.weights, exchanged, messages.second, 1)
                     if low + 3 * TILE >= count:
                         mbarrier.arrive(ring.q_empty, count=1)
                     total = total * shrink + gl.sum(weight, 1)
@@ -161,11 +136,7 @@ def right_group(call, fetched, exchanged, ring, messages, SIZES: gl.constexpr, P
                     tiles += 1
                 firsts += 1
             own = 2 * (rows & 1)
-            exchanged.total.index(own + 1).store(total)
-            gl.thread_barrier()
-            mbarrier.arrive(messages.totals.index(own + 1), count=1)
-            mbarrier.wait(messages.totals.index(own), (rows >> 1) & 1)
-            total = exchanged.total.index(own).load(per_query) + total
+            total = total_of_both(total, exchanged, messages, own + 1, own, (rows >> 1) & 1)
             rows += 1
             last = 2 + ((tiles & 1) ^ 1)
             store_half(sums, total, top, call, item, fetched.kv.index(last), ring.empty.index(last), 1, SIZES, PAIRS)

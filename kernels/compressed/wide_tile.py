@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.compressed.listing import RECORD_FIELDS
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.wide_tile import BLOCK, SCORES, TILE, TILED, Exchanged, Messages, Ring, scaled
+from kernels.mla_decode.split_kv import TILE
+from kernels.mla_decode.wide_tile import BLOCK, SCORES, TILED, exchange_memory, scaled
 
 HALF = gl.constexpr(256)
 """Features of a group."""
@@ -192,35 +193,10 @@ def store_half(
 def wide_memory(ARRIVALS: gl.constexpr):
     """A program's shared memory, with its mbarriers ready: `Fetched`, `Exchanged`, `Ring` and `Messages`. Whoever
     fetches arrives ARRIVALS times when a half of a tile is there."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fetched = Fetched(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
         kv=gl.allocate_shared_memory(gl.bfloat16, [4, TILE, HALF], TILED),
         weights=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, TILE], TILED),
     )
-    exchanged = Exchanged(
-        weights=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED),
-        top=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        # Two of each group: left may be a token ahead of what right has still to read.
-        total=gl.allocate_shared_memory(gl.float32, [4, BLOCK], vector),
-    )
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    totals = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    mbarrier.init(first, count=1)
-    mbarrier.init(second, count=1)
-    for i in gl.static_range(4):
-        mbarrier.init(full.index(i), count=ARRIVALS)
-        mbarrier.init(empty.index(i), count=1)
-        mbarrier.init(totals.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
-    return fetched, exchanged, ring, Messages(first=first, second=second, totals=totals)
+    exchanged, ring, messages = exchange_memory(ARRIVALS, 2, 2)  # left may be a token ahead
+    return fetched, exchanged, ring, messages

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
-from kernels.mla_decode.fp8_groups import CTA, next_stage, scoring_group, summing_group
+from kernels.mla_decode.fp8_groups import next_stage, scoring_group, summing_group
 from kernels.mla_decode.fp8_tile import (
     CODES,
     GROUP,
@@ -45,7 +45,6 @@ from kernels.mla_decode.fp8_tile import (
     PAIRS,
     ROPE,
     SCALES,
-    TILE,
     TILED,
     Exchanged,
     Fetched,
@@ -55,7 +54,7 @@ from kernels.mla_decode.fp8_tile import (
     weights_layout,
 )
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.wide_tile import next_share, share_of
+from kernels.mla_decode.split_kv import TILE, first_work_to_fetch, part_of, share_of, work_behind
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads"]
 
@@ -88,28 +87,20 @@ def fetch(
     BYTES: gl.constexpr = (
         GROUPS * boxes.pairs.block_type.nbytes + boxes.rope.block_type.nbytes + boxes.scales.block_type.nbytes
     )
-    record = share.metadata + share.cta * CTA
-    row = gl.load(record)
-    at = gl.load(record + 1)
-    left = gl.load(record + 2)
-    if EARLY:
-        if left <= 0:
-            wait_for_kernel_before()
+    work = first_work_to_fetch(share, EARLY)
     stage = 0
     phase = 1
-    while left > 0:
-        tokens = gl.load(share.length + row)
-        take, _begin, _end, _units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
-        )
+    while work.left > 0:
+        part = part_of(work, share, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, "")
+        start, stop = part.start, part.stop
         if stop > start:
-            pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
+            pages = table + work.row.to(gl.int64) * (table_stride + unknown_zero())
             page = gl.load(pages + start)
             for tile in range(start, stop):
                 next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
                 if EARLY:
                     # Older tiles were settled before the kernel before began; the newest may be its work.
-                    if ((tile + 1) * TILE >= tokens - share.drafts) | (tile + 1 == stop):
+                    if ((tile + 1) * TILE >= part.tokens - share.drafts) | (tile + 1 == stop):
                         wait_for_kernel_before()
                 entry = page * TILE
                 mbarrier.wait(messages.empty.index(stage), phase)
@@ -124,9 +115,7 @@ def fetch(
                 )
                 page = next_page
                 stage, phase = next_stage(stage, phase, OVERLAP.stages)
-        left -= take
-        at = gl.where(done, 0, at + take)
-        row = gl.where(done, row + 1, row)
+        work = work_behind(work, part)
 
 
 @gluon.jit

@@ -15,10 +15,8 @@ from kernels.mla_decode.fp8_tile import (
     GROUPS,
     LATENT,
     LIFT,
-    LN2,
     LOWEST,
     PAIRS,
-    TILE,
     inverse_of,
     put_weights,
     slots_of,
@@ -29,11 +27,16 @@ from kernels.mla_decode.fp8_tile import (
 )
 from kernels.mla_decode.fp8_values import add_values, store_pairs, without_outside
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.schedule import CTA_FIELDS, ROW_FIELDS
-from kernels.mla_decode.wide_tile import first_in_tile, next_share, pieces_before
-
-CTA = gl.constexpr(CTA_FIELDS)
-ROW = gl.constexpr(ROW_FIELDS)
+from kernels.mla_decode.split_kv import (
+    LN2,
+    TILE,
+    divisor_and_log,
+    first_in_tile,
+    first_work,
+    part_of,
+    slot_of,
+    work_behind,
+)
 
 
 @gluon.jit
@@ -41,17 +44,6 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
     """The stage after, and the phase of its mbarriers."""
     stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
     return stage, gl.where(stage == 0, phase ^ 1, phase)
-
-
-@gluon.jit
-def slot_of(row, begin, share, SPLIT: gl.constexpr):
-    """The slot of a piece that begins with the row's KV block `begin`."""
-    slot = gl.where(begin == 0, share.ctas + share.cta, share.cta)
-    if SPLIT.invariant:
-        lowest = share.first // SPLIT.unit
-        piece = pieces_before(lowest + begin, SPLIT.invariant) - pieces_before(lowest, SPLIT.invariant)
-        slot = gl.load(share.metadata + share.ctas * CTA + row * ROW, cache_modifier=".cg") + piece
-    return slot
 
 
 @gluon.jit
@@ -90,10 +82,7 @@ def scoring_group(
     SUMS: gl.constexpr = sums_layout(BLOCK)
     PIECES: gl.constexpr = 1 if SPLIT.invariant else 0  # see `wide.wide_cta`
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
-    record = share.metadata + share.cta * CTA
-    row = gl.load(record, cache_modifier=".cg")
-    at = gl.load(record + 1, cache_modifier=".cg")
-    left = gl.load(record + 2, cache_modifier=".cg")
+    work = first_work(share, ".cg")
     if OVERLAP.dependent and OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
@@ -101,19 +90,16 @@ def scoring_group(
     rows = 0
     stage = 0
     phase = 0
-    while left > 0:
-        tokens = gl.load(share.length + row, cache_modifier=".cg")
-        take, begin, end, units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
-        )
-        if stop > start:
-            put_queries(q, row, tokens, share, queries, BLOCK, SPLIT.own)
+    while work.left > 0:
+        part = part_of(work, share, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, ".cg")
+        if part.stop > part.start:
+            put_queries(q, work.row, part.tokens, share, queries, BLOCK, SPLIT.own)
             top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
             total = sums_in_threads(gl.zeros([TILE, BLOCK], gl.float32, SUMS), BLOCK)
             mbarrier.wait(messages.full.index(stage), phase)
             begun = begin_scores(queries, fetched, stage, BLOCK)
             score, scales = end_scores(begun, fetched, stage, BLOCK)
-            for tile in range(start, stop - 1):
+            for tile in range(part.start, part.stop - 1):
                 gl.thread_barrier()
                 mbarrier.arrive(messages.empty.index(stage), count=1)
                 stage, phase = next_stage(stage, phase, OVERLAP.stages)
@@ -121,7 +107,7 @@ def scoring_group(
                 mbarrier.wait(messages.full.index(stage), phase)
                 begun = begin_scores(queries, fetched, stage, BLOCK)
                 top, total = hand_weights(
-                    score, scales, top, total, tile, tiles, row, tokens, share, queries, exchanged, messages,
+                    score, scales, top, total, tile, tiles, work.row, part.tokens, share, queries, exchanged, messages,
                     BLOCK, SPLIT.own,
                 )  # fmt: skip
                 score, scales = end_scores(begun, fetched, stage, BLOCK)
@@ -130,13 +116,12 @@ def scoring_group(
             mbarrier.arrive(messages.empty.index(stage), count=1)
             stage, phase = next_stage(stage, phase, OVERLAP.stages)
             top, total = hand_weights(
-                score, scales, top, total, stop - 1, tiles, row, tokens, share, queries, exchanged, messages,
-                BLOCK, SPLIT.own,
+                score, scales, top, total, part.stop - 1, tiles, work.row, part.tokens, share, queries, exchanged,
+                messages, BLOCK, SPLIT.own,
             )  # fmt: skip
             tiles += 1
             whole = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), per_query)
-            divisor = gl.where(whole > 0, whole, 1.0)
-            log = gl.where(whole > 0, top - LIFT + gl.log2(divisor), float("-inf"))
+            divisor, log = divisor_and_log(whole, top - LIFT)
             mbarrier.wait(messages.factor_empty, (rows & 1) ^ 1)
             exchanged.factor.store(1.0 / divisor)
             gl.thread_barrier()
@@ -146,14 +131,12 @@ def scoring_group(
             log = gl.convert_layout(log, stored)
             m = gl.arange(0, BLOCK, stored) + (share.block * BLOCK + unknown_zero())
             inside = m < share.queries
-            if (begin == 0) & (end == units + PIECES):
-                gl.store(share.lse + row.to(gl.int64) * share.queries + m, log * LN2, mask=inside)
+            if (part.begin == 0) & (part.end == part.units + PIECES):
+                gl.store(share.lse + work.row.to(gl.int64) * share.queries + m, log * LN2, mask=inside)
             else:
-                slot_out = slot_of(row, begin, share, SPLIT).to(gl.int64)
+                slot_out = slot_of(work.row, part.begin, share, SPLIT).to(gl.int64)
                 gl.store(share.partial_lse + slot_out * share.queries + m, log, mask=inside)
-        left -= take
-        at = gl.where(done, 0, at + take)
-        row = gl.where(done, row + 1, row)
+        work = work_behind(work, part)
 
 
 @gluon.jit
@@ -167,33 +150,27 @@ def summing_group(
     SLOTS: gl.constexpr = slots_of(BLOCK)
     PIECES: gl.constexpr = 1 if SPLIT.invariant else 0
     per_query: gl.constexpr = gl.SliceLayout(0, SUMS)
-    record = share.metadata + share.cta * CTA
-    row = gl.load(record, cache_modifier=".cg")
-    at = gl.load(record + 1, cache_modifier=".cg")
-    left = gl.load(record + 2, cache_modifier=".cg")
+    work = first_work(share, ".cg")
     if OVERLAP.dependent and OVERLAP.early:
         wait_for_kernel_before()
     tiles = 0
     rows = 0
     stage = 0
-    while left > 0:
-        tokens = gl.load(share.length + row, cache_modifier=".cg")
-        take, begin, end, units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
-        )
-        if stop > start:
+    while work.left > 0:
+        part = part_of(work, share, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, ".cg")
+        if part.stop > part.start:
             even0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             odd0 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             even1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
             odd1 = gl.zeros([PAIRS, BLOCK], gl.float32, SUMS)
-            for tile in range(start, stop):
+            for tile in range(part.start, part.stop):
                 low = tile * TILE
                 slot = tiles % SLOTS
                 mbarrier.wait(messages.weights_full.index(slot), (tiles // SLOTS) & 1)
-                first = first_in_tile(row, low, share, SPLIT.own)
-                if (low + TILE > tokens) | (low < first):
-                    without_outside(fetched.latent.index(stage * GROUPS + MINE), low, first, tokens)
-                    without_outside(fetched.latent.index(stage * GROUPS + MINE + 1), low, first, tokens)
+                first = first_in_tile(work.row, low, share, SPLIT.own)
+                if (low + TILE > part.tokens) | (low < first):
+                    without_outside(fetched.latent.index(stage * GROUPS + MINE), low, first, part.tokens)
+                    without_outside(fetched.latent.index(stage * GROUPS + MINE + 1), low, first, part.tokens)
                     fence_async_shared()  # a later copy of the engine overwrites what threads have stored
                     gl.thread_barrier()
                 shrink = exchanged.shrink.index(slot).load(per_query)[None, :]
@@ -205,15 +182,13 @@ def summing_group(
                 stage = gl.where(stage + 1 == OVERLAP.stages, 0, stage + 1)
                 tiles += 1
             mbarrier.wait(messages.factor_full, rows & 1)
-            whole = (begin == 0) & (end == units + PIECES)
-            slot_out = slot_of(row, begin, share, SPLIT)
+            whole = (part.begin == 0) & (part.end == part.units + PIECES)
+            slot_out = slot_of(work.row, part.begin, share, SPLIT)
             to = gl.where(whole, share.out, share.partial)
-            to += gl.where(whole, row, slot_out).to(gl.int64) * share.queries * LATENT
+            to += gl.where(whole, work.row, slot_out).to(gl.int64) * share.queries * LATENT
             store_pairs(to, even0, odd0, exchanged.factor, share, MINE * GROUP, BLOCK)
             store_pairs(to, even1, odd1, exchanged.factor, share, (MINE + 1) * GROUP, BLOCK)
             gl.thread_barrier()
             mbarrier.arrive(messages.factor_empty, count=1)
             rows += 1
-        left -= take
-        at = gl.where(done, 0, at + take)
-        row = gl.where(done, row + 1, row)
+        work = work_behind(work, part)

@@ -18,13 +18,13 @@ from kernels.mla_decode.fp8_tile import (
     GROUPS,
     LATENT,
     ROPE,
-    TILE,
     code_sums_layout,
     column_halves,
     load_scales,
     sums_layout,
 )
 from kernels.mla_decode.narrow_tile import unknown_zero
+from kernels.mla_decode.split_kv import TILE
 
 
 @gluon.jit

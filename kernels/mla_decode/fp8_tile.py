@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.mla_decode.split_kv import TILE
+
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 GROUPS = gl.constexpr(4)
@@ -19,14 +21,11 @@ GROUP = gl.constexpr(128)
 """Features that share a scale."""
 PAIRS = gl.constexpr(64)
 """Pairs of features of a group."""
-TILE = gl.constexpr(64)
-"""Cache entries of a tile: a page."""
 LOWEST = gl.constexpr(-1.0e30)
 """Start of the running maximum: below every real score."""
 LIFT = gl.constexpr(14.0)
 """Weights are 2^14 times as large, so that those down to 2^-28 keep all bits in fp16. With their ratios they stay below
 2^15."""
-LN2 = gl.constexpr(0.6931471805599453)
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """Shared-memory layout of matrices whose rows are 64 numbers of 16 bits, or pairs of bytes."""
 CODES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))

@@ -11,8 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from kernels.mla_decode.fp8_tile import GROUPS, LATENT, PAIRS, TILE, column_halves, sums_layout
+from kernels.mla_decode.fp8_tile import GROUPS, LATENT, PAIRS, column_halves, sums_layout
 from kernels.mla_decode.narrow_tile import unknown_zero
+from kernels.mla_decode.split_kv import TILE
 
 # A pair of one entry, then of the next: the even features of both, and the odd ones.
 _VALUES = gl.constexpr(

@@ -32,15 +32,12 @@ from kernels.mla_decode.narrow_tile import (
     unknown_zero,
     whole_rows,
 )
-from kernels.mla_decode.records import Share
-from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
-from kernels.mla_decode.wide_tile import first_entry
+from kernels.mla_decode.schedule import PARTS_FIELD
+from kernels.mla_decode.split_kv import CTA, LN2, divisor_and_log, first_entry, part_of_row, share_of, slot_of
 
 _MASKED = gl.constexpr(-1.0e33)
 _LOWEST = gl.constexpr(-1.0e30)
-_CTA = gl.constexpr(CTA_FIELDS)
 _PARTS = gl.constexpr(PARTS_FIELD)
-_LN2 = gl.constexpr(0.6931471805599453)
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
 
 
@@ -70,8 +67,7 @@ def narrow_cta(
     tiles, queries, shared = rings(STAGES, TILE, ENTRY)
     m = share.block * BLOCK + gl.arange(0, BLOCK, per_query)
     n = gl.arange(0, TOKENS, per_column)
-    lowest_split = share.first // SPLIT.unit
-    lowest_tile = lowest_split * SPLIT.unit // TOKENS
+    lowest_tile = share.first // SPLIT.unit * SPLIT.unit // TOKENS
     slot = 0  # of this row's first tile
     own = 0  # which of the two places has this row's query
     ahead = left < 0  # whether the row before has asked for both
@@ -81,16 +77,10 @@ def narrow_cta(
             let_kernel_after_start()
     while left > 0:
         first = first_entry(row, share, SPLIT.own)
-        units = gl.where(tokens > share.first, (tokens + SPLIT.unit - 1) // SPLIT.unit - lowest_split, 0)
-        span = gl.where(units > 0, units + SPLIT.row_cost, 0)
-        take = gl.minimum(left, span - at)
-        begin = gl.maximum(at - SPLIT.row_cost, 0)
-        end = at + take - SPLIT.row_cost
+        part = part_of_row(tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, False, TOKENS)
+        take, start, stop = part.take, part.start, part.stop
         pages = table + row.to(gl.int64) * table_stride
         last = gl.maximum(tokens - 1, 0) // PAGE
-        start = (lowest_split + begin) * SPLIT.unit // TOKENS
-        stop = (gl.minimum((lowest_split + end) * SPLIT.unit, tokens) + TOKENS - 1) // TOKENS
-        stop = gl.where(end > begin, stop, start)
 
         # What the kernel before may have written is asked for after it has finished: the row's newest entries and the
         # query. Everything older, when `OVERLAP.early`, before.
@@ -177,17 +167,16 @@ def narrow_cta(
 
         if stop > start:
             total = gl.sum(weights, 1)
-            divisor = gl.where(total > 0, total, 1.0)
-            log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
+            divisor, log = divisor_and_log(total, top)
             rows = whole_rows(sums, divisor, BLOCK, ENTRY)
             at_out, inside = places(share.block * BLOCK, share.queries, TILE)
-            if (begin == 0) & (end == units):
+            if (part.begin == 0) & (part.end == part.units):
                 base = row.to(gl.int64) * share.queries
                 to = share.out + base * LATENT + at_out
                 gl.store(to, rows.to(share.out.dtype.element_ty), mask=inside, eviction_policy="evict_last")
-                gl.store(share.lse + base + m, log * _LN2, mask=m < share.queries)
+                gl.store(share.lse + base + m, log * LN2, mask=m < share.queries)
             else:
-                base = gl.where(begin == 0, share.ctas + share.cta, share.cta).to(gl.int64) * share.queries
+                base = slot_of(row, part.begin, share, SPLIT).to(gl.int64) * share.queries
                 to = share.partial + base * LATENT + at_out
                 gl.store(to, rows.to(share.partial.dtype.element_ty), mask=inside, eviction_policy="evict_last")
                 gl.store(share.partial_lse + base + m, log, mask=m < share.queries)
@@ -233,28 +222,14 @@ def attend_narrow(
     if OVERLAP.dependent and not OVERLAP.early:
         wait_for_kernel_before()
         let_kernel_after_start()
-    record = metadata + cta * _CTA
+    record = metadata + cta * CTA
     works = True
     if OVERLAP.either:
-        record = metadata + gl.program_id(0) // OVERLAP.either * _CTA
+        record = metadata + gl.program_id(0) // OVERLAP.either * CTA
         works = gl.load(record + _PARTS) > 1
     if works:
-        share = Share(
-            length=length,
-            seen=seen,
-            out=out,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            metadata=metadata,
-            scale=scale,
-            first=first,
-            queries=queries,
-            drafts=drafts,
-            heads=heads,
-            ctas=ctas,
-            cta=cta,
-            block=gl.program_id(0) % blocks,
+        share = share_of(
+            length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
         )
         narrow_cta(q, cache, table, table_stride, record, share, ENTRY, SPLIT, TILE, OVERLAP)
     else:

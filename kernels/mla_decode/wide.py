@@ -31,31 +31,26 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon.dependent import hand_on, let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.schedule import CTA_FIELDS, PARTS_FIELD
+from kernels.mla_decode.schedule import PARTS_FIELD
+from kernels.mla_decode.split_kv import CTA, TILE, first_work_to_fetch, part_of, share_of, work_behind
 from kernels.mla_decode.wide_groups import left_group, right_group
 from kernels.mla_decode.wide_tile import (
     BLOCK,
     HALF_LATENT,
     ROPE,
-    TILE,
     TILED,
-    Exchanged,
     Fetched,
-    Messages,
-    Ring,
     buffer_of,
-    next_share,
+    exchange_memory,
     phase_of,
-    share_of,
 )
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
-CTA = gl.constexpr(CTA_FIELDS)
 _PARTS = gl.constexpr(PARTS_FIELD)
 
 
@@ -103,6 +98,17 @@ def into_l2(cache, page, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def fetch_queries(q_half, q_rope, row, share, fetched, ring):
+    """Have the copy engine fetch a block of a row's query vectors. `q_half`, `q_rope`: see `boxes`."""
+    HALF: gl.constexpr = fetched.q.shape[2]
+    vector = row * share.queries + share.block * BLOCK
+    mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
+    tma.async_copy_global_to_shared(q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
+    tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0))
+
+
+@gluon.jit
 def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.constexpr, OVERLAP: gl.constexpr):
     """The fetching warp: the tiles and the queries of every row of the CTA's share."""
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
@@ -110,22 +116,14 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
     BUFFERS: gl.constexpr = fetched.rope.shape[0]
     HALF: gl.constexpr = fetched.kv.shape[2]
     BYTES: gl.constexpr = TILE * (2 * HALF + ROPE) * 2
-    record = share.metadata + share.cta * CTA
-    row = gl.load(record)
-    at = gl.load(record + 1)
-    left = gl.load(record + 2)
-    if EARLY:
-        if left <= 0:
-            wait_for_kernel_before()
+    work = first_work_to_fetch(share, EARLY)
     tiles = 0
     rows = 0
-    while left > 0:
-        tokens = gl.load(share.length + row)
-        take, _begin, _end, _units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
-        )
+    while work.left > 0:
+        part = part_of(work, share, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, "")
+        start, stop = part.start, part.stop
         if stop > start:
-            pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
+            pages = table + work.row.to(gl.int64) * (table_stride + unknown_zero())
             page = gl.load(pages + start)
             for distance in gl.static_range(2, PREFETCH):
                 if (start + distance < stop) & (share.block == 0):
@@ -137,7 +135,7 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
                 next_page = gl.load(pages + gl.minimum(tile + 1, stop - 1))
                 if EARLY:
                     # Older tiles were settled before the kernel before began; the newest may be its work.
-                    if (tile + 1) * TILE >= tokens - share.drafts:
+                    if (tile + 1) * TILE >= part.tokens - share.drafts:
                         wait_for_kernel_before()
                 buffer = buffer_of(tiles, fetched)
                 phase = phase_of(tiles, fetched) ^ 1
@@ -162,18 +160,10 @@ def fetch(cache, boxes, table, table_stride, share, fetched, ring, SPLIT: gl.con
                 if tile == start:
                     if EARLY:
                         wait_for_kernel_before()
-                    vector = row * share.queries + share.block * BLOCK
                     mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
-                    mbarrier.expect(ring.q_full, 2 * boxes.q_half.block_type.nbytes + boxes.q_rope.block_type.nbytes)
-                    tma.async_copy_global_to_shared(boxes.q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-                    tma.async_copy_global_to_shared(boxes.q_half, [vector, HALF], ring.q_full, fetched.q.index(1))
-                    tma.async_copy_global_to_shared(
-                        boxes.q_rope, [vector, 2 * HALF], ring.q_full, fetched.q_rope.index(0)
-                    )
+                    fetch_queries(boxes.q_half, boxes.q_rope, work.row, share, fetched, ring)
                     rows += 1
-        left -= take
-        at = gl.where(done, 0, at + take)
-        row = gl.where(done, row + 1, row)
+        work = work_behind(work, part)
 
 
 @gluon.jit
@@ -181,39 +171,13 @@ def wide_memory(ARRIVALS: gl.constexpr, HALF: gl.constexpr = HALF_LATENT, BUFFER
     """A program's shared memory, with its mbarriers ready: `Fetched`, `Exchanged`, `Ring` and `Messages`. Whoever
     fetches arrives ARRIVALS times when a part of a tile is there. BUFFERS, a power of two: tiles that there is room
     for."""
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fetched = Fetched(
         q=gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK, HALF], TILED),
         q_rope=gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK, ROPE], TILED),
         kv=gl.allocate_shared_memory(gl.bfloat16, [2 * BUFFERS, TILE, HALF], TILED),
         rope=gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, TILE, ROPE], TILED),
     )
-    exchanged = Exchanged(
-        weights=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED),
-        top=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-        total=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
-    )
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
-    totals = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    mbarrier.init(first, count=1)
-    mbarrier.init(second, count=1)
-    for i in gl.static_range(2 * BUFFERS):
-        mbarrier.init(full.index(i), count=ARRIVALS)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(totals.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
-    messages = Messages(first=first, second=second, totals=totals)
+    exchanged, ring, messages = exchange_memory(ARRIVALS, BUFFERS, 1)
     return fetched, exchanged, ring, messages
 
 

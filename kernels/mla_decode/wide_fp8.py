@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.wide import CTA, into_l2, wide_memory
+from kernels.mla_decode.split_kv import TILE, first_work_to_fetch, part_of, share_of, work_behind
+from kernels.mla_decode.wide import fetch_queries, into_l2, wide_memory
 from kernels.mla_decode.wide_groups import left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF_LATENT, TILE, next_share, share_of
 from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_half
 
 _INTS = ["first", "table_stride", "queries", "drafts", "heads", "blocks", "ctas"]
@@ -43,25 +43,17 @@ def fetch(
     EARLY: gl.constexpr = OVERLAP.dependent and OVERLAP.early
     PREFETCH: gl.constexpr = OVERLAP.stages
     BYTES: gl.constexpr = TILE * ENTRY.size
-    record = share.metadata + share.cta * CTA
-    row = gl.load(record)
-    at = gl.load(record + 1)
-    left = gl.load(record + 2)
-    if EARLY:
-        if left <= 0:
-            wait_for_kernel_before()
+    work = first_work_to_fetch(share, EARLY)
     tiles = 0
     rows = 0
-    while left > 0:
-        tokens = gl.load(share.length + row)
-        take, _begin, _end, _units, start, stop, done = next_share(
-            tokens, at, left, share.first, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant
-        )
+    while work.left > 0:
+        part = part_of(work, share, SPLIT.unit, SPLIT.row_cost, SPLIT.invariant, "")
+        start, stop = part.start, part.stop
         if stop > start:
-            pages = table + row.to(gl.int64) * (table_stride + unknown_zero())
+            pages = table + work.row.to(gl.int64) * (table_stride + unknown_zero())
             if EARLY:
                 # Older tiles were settled before the kernel before began; the newest may be its work.
-                if (start + 1) * TILE >= tokens - share.drafts:
+                if (start + 1) * TILE >= part.tokens - share.drafts:
                     wait_for_kernel_before()
             page = gl.load(pages + start)
             loaded = first_pieces(cache, numbers_of(page), SIDE, ENTRY)
@@ -72,12 +64,8 @@ def fetch(
             if EARLY:
                 wait_for_kernel_before()
             if SIDE == 0:
-                vector = row * share.queries + share.block * BLOCK
                 mbarrier.wait(ring.q_empty, (rows & 1) ^ 1)
-                mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-                tma.async_copy_global_to_shared(q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1))
-                tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0))
+                fetch_queries(q_half, q_rope, work.row, share, fetched, ring)
                 rows += 1
             for tile in range(start, stop):
                 if SIDE == 0:
@@ -98,9 +86,7 @@ def fetch(
                         into_l2(cache, told, BYTES)
                 page = next_page
                 tiles += 1
-        left -= take
-        at = gl.where(done, 0, at + take)
-        row = gl.where(done, row + 1, row)
+        work = work_behind(work, part)
 
 
 @gluon.jit(do_not_specialize=_INTS)

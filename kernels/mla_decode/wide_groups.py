@@ -15,17 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
-from kernels.mla_decode.schedule import CTA_FIELDS
+from kernels.mla_decode.split_kv import CTA, TILE, first_work, part_of, work_behind
 from kernels.mla_decode.wide_tile import (
     BLOCK,
     LOWEST,
     SCORES,
-    TILE,
     as_left_operand,
     begin_scores,
     begins_or_ends_in,
     buffer_of,
-    next_share,
     output_layout,
     phase_of,
     scaled,
@@ -36,7 +34,44 @@ from kernels.mla_decode.wide_tile import (
     without_outside,
 )
 
-CTA = gl.constexpr(CTA_FIELDS)
+
+@gluon.jit
+def no_sums(STORED: gl.constexpr, HALF: gl.constexpr):
+    """(maximum, sum of weights, sums of values) of a group that has seen no tile."""
+    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
+    top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
+    total = gl.zeros([BLOCK], gl.float32, per_query)
+    return top, total, gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED, HALF))
+
+
+@gluon.jit
+def tell_weights(rounded, top, shrink, weights_s, exchanged, message, SIDE: gl.constexpr):
+    """Tell the other group what the group on SIDE, 0 the left and 1 the right one, has made of a tile's scores."""
+    exchanged.top.index(SIDE).store(top)
+    exchanged.shrink.index(SIDE).store(shrink)
+    weights_s.store(rounded)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(message, count=1)
+
+
+@gluon.jit
+def told_weights(sums, total, exchanged, SIDE: gl.constexpr):
+    """What the group on SIDE has told: (own sums, shrunk; maximum; own sum of weights, shrunk)."""
+    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
+    top = exchanged.top.index(SIDE).load(per_query)
+    shrink = exchanged.shrink.index(SIDE).load(per_query)
+    return scaled(sums, shrink), top, total * shrink
+
+
+@gluon.jit
+def total_of_both(total, exchanged, messages, mine, other, phase):
+    """The sum of both groups' weights, which they tell each other in the places `mine` and `other`."""
+    exchanged.total.index(mine).store(total)
+    gl.thread_barrier()
+    mbarrier.arrive(messages.totals.index(mine), count=1)
+    mbarrier.wait(messages.totals.index(other), phase)
+    return total + exchanged.total.index(other).load(gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
@@ -48,29 +83,21 @@ def left_group(
     arguments but three are fields of `Split` and `Overlap`; STORED: see `until_there`; OWN: see `first_entry`; PIECES:
     1 where a row that a CTA has alone is a piece, too, else 0."""
     HALF: gl.constexpr = fetched.kv.shape[2]
-    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
-    record = share.metadata + share.cta * CTA
-    row = gl.load(record, cache_modifier=".cg")
-    at = gl.load(record + 1, cache_modifier=".cg")
-    left = gl.load(record + 2, cache_modifier=".cg")
-    position = gl.load(record + 3, cache_modifier=".cg")
+    work = first_work(share, ".cg")
+    position = gl.load(share.metadata + share.cta * CTA + 3, cache_modifier=".cg")
     if dependent and early:
         wait_for_kernel_before()
         let_kernel_after_start()
     tiles = 0
     rows = 0
     seconds = 0
-    while left > 0:
-        tokens = gl.load(share.length + row, cache_modifier=".cg")
-        take, begin, end, units, start, stop, done = next_share(
-            tokens, at, left, share.first, unit, row_cost, invariant
-        )
+    while work.left > 0:
+        part = part_of(work, share, unit, row_cost, invariant, ".cg")
+        row, tokens, start, stop = work.row, part.tokens, part.start, part.stop
         if stop > start:
             bound = seen_entries(tokens, share)
             sure = tokens - share.drafts
-            top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
-            total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED, HALF))
+            top, total, sums = no_sums(STORED, HALF)
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
                 buffer = buffer_of(tiles, fetched)
@@ -80,13 +107,8 @@ def left_group(
                 score = warpgroup_mma_wait(0, deps=(score,))
                 weight, top, shrink = weigh(score, top, share, row, low, sure, bound, OWN)
                 rounded = weight.to(gl.bfloat16)
-                exchanged.top.index(0).store(top)
-                exchanged.shrink.index(0).store(shrink)
                 # Right reads them before it hands that half of the tile back.
-                fetched.rope.index(buffer).store(rounded)
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(messages.first, count=1)
+                tell_weights(rounded, top, shrink, fetched.rope.index(buffer), exchanged, messages.first, 0)
                 total = total * shrink + gl.sum(weight, 1)
                 sums = scaled(sums, shrink)
                 if begins_or_ends_in(low, tokens, share, OWN):
@@ -100,11 +122,8 @@ def left_group(
                 if tile + 1 < stop:
                     second = buffer_of(tiles, fetched)
                     mbarrier.wait(messages.second, seconds & 1)
-                    top = exchanged.top.index(1).load(per_query)
-                    shrink = exchanged.shrink.index(1).load(per_query)
+                    sums, top, total = told_weights(sums, total, exchanged, 1)
                     seconds += 1
-                    total = total * shrink
-                    sums = scaled(sums, shrink)
                     until_there(ring.full.index(second), phase_of(tiles, fetched), STORED)
                     if begins_or_ends_in(low + TILE, tokens, share, OWN):
                         without_outside(fetched.kv.index(second), low + TILE, row, tokens, share, OWN)
@@ -113,20 +132,14 @@ def left_group(
                     gl.thread_barrier()
                     mbarrier.arrive(ring.empty.index(second), count=1)
                     tiles += 1
-            exchanged.total.index(0).store(total)
-            gl.thread_barrier()
-            mbarrier.arrive(messages.totals.index(0), count=1)
-            mbarrier.wait(messages.totals.index(1), rows & 1)
-            total += exchanged.total.index(1).load(per_query)
+            total = total_of_both(total, exchanged, messages, 0, 1, rows & 1)
             rows += 1
             store_half(
                 sums, total, top, share, fetched, ring.q_empty, row, position,
-                (begin == 0) & (end == units + PIECES), begin == 0, 0, invariant,
+                (part.begin == 0) & (part.end == part.units + PIECES), part.begin == 0, 0, invariant,
             )  # fmt: skip
             position += 1  # in invariant mode the slot of the next piece
-        left -= take
-        at = gl.where(done, 0, at + take)
-        row = gl.where(done, row + 1, row)
+        work = work_behind(work, part)
 
 
 @gluon.jit
@@ -137,15 +150,12 @@ def begin_firsts(
     """Begin to multiply the weights of a tile that left has scored with right's half of the values. Returns (sums on
     their way, maximum, sum of right's weights)."""
     BUFFERS: gl.constexpr = fetched.rope.shape[0]
-    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
-    top = exchanged.top.index(0).load(per_query)
-    shrink = exchanged.shrink.index(0).load(per_query)
-    sums = scaled(sums, shrink)
+    sums, top, total = told_weights(sums, total, exchanged, 0)
     until_there(full.index(BUFFERS + buffer), phase, STORED)
     if begins_or_ends_in(low, tokens, share, OWN):
         without_outside(fetched.kv.index(BUFFERS + buffer), low, row, tokens, share, OWN)
     summing = warpgroup_mma(fetched.rope.index(buffer), fetched.kv.index(BUFFERS + buffer), sums, is_async=True)
-    return summing, top, total * shrink
+    return summing, top, total
 
 
 @gluon.jit
@@ -158,28 +168,20 @@ def right_group(
     1 where a row that a CTA has alone is a piece, too, else 0."""
     BUFFERS: gl.constexpr = fetched.rope.shape[0]
     HALF: gl.constexpr = fetched.kv.shape[2]
-    per_query: gl.constexpr = gl.SliceLayout(1, SCORES)
-    record = share.metadata + share.cta * CTA
-    row = gl.load(record, cache_modifier=".cg")
-    at = gl.load(record + 1, cache_modifier=".cg")
-    left = gl.load(record + 2, cache_modifier=".cg")
-    position = gl.load(record + 3, cache_modifier=".cg")
+    work = first_work(share, ".cg")
+    position = gl.load(share.metadata + share.cta * CTA + 3, cache_modifier=".cg")
     if dependent and early:
         wait_for_kernel_before()
     tiles = 0
     rows = 0
     firsts = 0
-    while left > 0:
-        tokens = gl.load(share.length + row, cache_modifier=".cg")
-        take, begin, end, units, start, stop, done = next_share(
-            tokens, at, left, share.first, unit, row_cost, invariant
-        )
+    while work.left > 0:
+        part = part_of(work, share, unit, row_cost, invariant, ".cg")
+        row, tokens, start, stop = work.row, part.tokens, part.start, part.stop
         if stop > start:
             bound = seen_entries(tokens, share)
             sure = tokens - share.drafts
-            top = gl.full([BLOCK], LOWEST, gl.float32, per_query)
-            total = gl.zeros([BLOCK], gl.float32, per_query)
-            sums = gl.zeros([BLOCK, HALF], gl.float32, output_layout(STORED, HALF))
+            top, total, sums = no_sums(STORED, HALF)
             mbarrier.wait(ring.q_full, rows & 1)
             for tile in range(start, stop, 2):
                 low = tile * TILE
@@ -197,12 +199,7 @@ def right_group(
                     )  # fmt: skip
                     weight, top, shrink = weigh(score, top, share, row, low + TILE, sure, bound, OWN)
                     rounded = weight.to(gl.bfloat16)
-                    exchanged.top.index(1).store(top)
-                    exchanged.shrink.index(1).store(shrink)
-                    exchanged.weights.store(rounded)
-                    fence_async_shared()
-                    gl.thread_barrier()
-                    mbarrier.arrive(messages.second, count=1)
+                    tell_weights(rounded, top, shrink, exchanged.weights, exchanged, messages.second, 1)
                     total = total * shrink + gl.sum(weight, 1)
                     if begins_or_ends_in(low + TILE, tokens, share, OWN):
                         without_outside(fetched.kv.index(BUFFERS + second), low + TILE, row, tokens, share, OWN)
@@ -227,17 +224,11 @@ def right_group(
                     mbarrier.arrive(ring.empty.index(BUFFERS + buffer), count=1)
                     tiles += 1
                 firsts += 1
-            exchanged.total.index(1).store(total)
-            gl.thread_barrier()
-            mbarrier.arrive(messages.totals.index(1), count=1)
-            mbarrier.wait(messages.totals.index(0), rows & 1)
-            total = exchanged.total.index(0).load(per_query) + total
+            total = total_of_both(total, exchanged, messages, 1, 0, rows & 1)
             rows += 1
             store_half(
                 sums, total, top, share, fetched, ring.q_empty, row, position,
-                (begin == 0) & (end == units + PIECES), begin == 0, 1, invariant,
+                (part.begin == 0) & (part.end == part.units + PIECES), part.begin == 0, 1, invariant,
             )  # fmt: skip
             position += 1  # in invariant mode the slot of the next piece
-        left -= take
-        at = gl.where(done, 0, at + take)
-        row = gl.where(done, row + 1, row)
+        work = work_behind(work, part)

@@ -15,21 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.records import Share
-from kernels.strands import FINE_ROUNDS
+from kernels.mla_decode.split_kv import LN2, TILE, divisor_and_log, first_entry
 
 BLOCK = gl.constexpr(64)
 """Query vectors a program holds."""
-TILE = gl.constexpr(64)
-"""Cache tokens of a tile: a page."""
 HALF_LATENT = gl.constexpr(256)
 """Latent columns of a group, of entries with 512 latent features."""
 ROPE = gl.constexpr(64)
 LOWEST = gl.constexpr(-1.0e30)
 """Start of the running maximum: below every real score."""
-LN2 = gl.constexpr(0.6931471805599453)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
-FINE = gl.constexpr(FINE_ROUNDS)
 TILED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 """Shared-memory layout of every matrix."""
 
@@ -87,13 +82,47 @@ class Messages(NamedTuple):
     first: Any
     second: Any
     totals: Any
-    """[2, 1]: of left, of right."""
+    """[2, 1]: of left, of right; or several of those."""
 
 
 @gluon.constexpr_function
 def turns_of(buffers):
     """How far the number of a tile is shifted for how often its buffer was filled before: log2 of the buffers."""
     return buffers.bit_length() - 1
+
+
+@gluon.jit
+def exchange_memory(ARRIVALS: gl.constexpr, BUFFERS: gl.constexpr, TURNS: gl.constexpr):
+    """Shared memory and mbarriers between the fetching warps and the groups: `Exchanged`, `Ring` and `Messages`.
+    Whoever fetches arrives ARRIVALS times when a part of a tile is there. BUFFERS: tiles that there is room for. TURNS:
+    rows of which each group may have told its sum of weights while the other has still to read it."""
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    exchanged = Exchanged(
+        weights=gl.allocate_shared_memory(gl.bfloat16, [BLOCK, TILE], TILED),
+        top=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        shrink=gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector),
+        total=gl.allocate_shared_memory(gl.float32, [2 * TURNS, BLOCK], vector),
+    )
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    first = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    second = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
+    totals = gl.allocate_shared_memory(gl.int64, [2 * TURNS, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    mbarrier.init(first, count=1)
+    mbarrier.init(second, count=1)
+    for i in gl.static_range(2 * BUFFERS):
+        mbarrier.init(full.index(i), count=ARRIVALS)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2 * TURNS):
+        mbarrier.init(totals.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    ring = Ring(q_full=q_full, q_empty=q_empty, full=full, empty=empty)
+    return exchanged, ring, Messages(first=first, second=second, totals=totals)
 
 
 @gluon.jit
@@ -108,78 +137,6 @@ def phase_of(tiles, fetched):
     """Return the phase in which that buffer is full of it."""
     TURNS: gl.constexpr = turns_of(fetched.rope.shape[0])
     return (tiles >> TURNS) & 1
-
-
-@gluon.jit
-def share_of(
-    length, seen, out, lse, partial, partial_lse, metadata, scale, first, queries, drafts, heads, ctas, blocks
-):  # fmt: skip
-    """The `Share` of a program: a CTA has as many programs as a row has blocks of query vectors."""
-    return Share(
-        length=length,
-        seen=seen,
-        out=out,
-        lse=lse,
-        partial=partial,
-        partial_lse=partial_lse,
-        metadata=metadata,
-        scale=scale,
-        first=first,
-        queries=queries,
-        drafts=drafts,
-        heads=heads,
-        ctas=ctas,
-        cta=gl.program_id(0) // blocks,
-        block=gl.program_id(0) % blocks,
-    )
-
-
-@gluon.jit
-def pieces_before(block, single):
-    """Number of a row's pieces that begin before a KV block of it. `single`: `Split.invariant`."""
-    pairs = gl.minimum(gl.maximum(block - single, 0), (FINE - 1) * single)
-    fours = gl.maximum(block - FINE * single, 0)
-    return gl.minimum(block, single) + (pairs + 1) // 2 + (fours + 3) // 4
-
-
-@gluon.jit
-def next_share(tokens, at, left, first, unit, row_cost, invariant):
-    """Return the next work of a CTA in a row of `tokens`: (units taken, first unit, end, units of the row, first tile,
-    end, whether that is the row's end). `invariant`: see `Split`."""
-    lowest = first // unit
-    units = gl.where(tokens > first, (tokens + unit - 1) // unit - lowest, 0)
-    span = gl.where(units > 0, units + row_cost, 0)
-    take = gl.minimum(left, span - at)
-    if invariant:
-        block = lowest + at
-        others = gl.where(block < invariant, 0, gl.where(block < FINE * invariant, 1, 3))
-        take = gl.minimum(take, (block | others) + 1 - block)
-    begin = gl.maximum(at - row_cost, 0)
-    end = at + take - row_cost
-    start = (lowest + begin) * unit // TILE
-    stop = (gl.minimum((lowest + end) * unit, tokens) + TILE - 1) // TILE
-    stop = gl.where(end > begin, stop, start)
-    return take, begin, end, units, start, stop, at + take >= span
-
-
-@gluon.jit
-def first_entry(row, share, OWN: gl.constexpr):
-    """Return the first entry of a row that is attended to. OWN: `Split.own`."""
-    first = share.first
-    if OWN:
-        first = gl.load(share.seen + row.to(gl.int64) * (share.drafts + 2) + share.drafts + 1, cache_modifier=".cg")
-    return first
-
-
-@gluon.jit
-def first_in_tile(row, low, share, OWN: gl.constexpr):
-    """`first_entry`, as far as it says what a tile begins with: a shard's own entries begin inside their first tile.
-    Loaded for each tile, it takes no register."""
-    first = share.first
-    if OWN:
-        at = share.seen + row.to(gl.int64) * (share.drafts + 2) + share.drafts + 1
-        first = gl.load(at, mask=low == 0, other=0, cache_modifier=".cg")
-    return first
 
 
 @gluon.jit
@@ -283,9 +240,8 @@ def store_half(
 ):  # fmt: skip
     """Write one half of the latent columns, and with the left half the log-sum-exp."""
     HALF: gl.constexpr = fetched.kv.shape[2]
-    divisor = gl.where(total > 0, total, 1.0)
+    divisor, log = divisor_and_log(total, top)
     sums = scaled(sums, 1.0 / divisor)
-    log = gl.where(total > 0, top + gl.log2(divisor), float("-inf"))
     # Through the shared memory of the query, which both groups are done with, so that a lane writes 16 bytes at a time.
     rows_of: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     half_s = fetched.q.index(HALF_INDEX)

@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.latent_entry import GROUP
-from kernels.mla_decode.wide_tile import HALF_LATENT, TILE
+from kernels.mla_decode.split_kv import TILE
+from kernels.mla_decode.wide_tile import HALF_LATENT
 
 ROWS = gl.constexpr(16)
 """Entries of a piece."""

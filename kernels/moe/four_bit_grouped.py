@@ -56,7 +56,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels.linear.hopper import TILED
 from kernels.matrix import FourBits
 from kernels.moe import e2m1
-from kernels.moe.hopper import announce, announcement, claim, clamped, report_full, store_rows, work_item
+from kernels.moe.hopper import clamped, report_full, store_rows
+from kernels.moe.items import announce, announcement, claim, pipe_of, work_item
 
 STEP = gl.constexpr(128)
 """Input features of a stage."""
@@ -182,14 +183,13 @@ def _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, slot, FORMAT: gl.constexpr)
 
 @gluon.jit
 def fetch(
-    x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
+    x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, pipe,
     FORMAT: gl.constexpr, GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
     BLOCKS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The fetching partition: four warps that copy a tile's inputs 16 bytes per thread, and weights by the copy
     engine."""
     lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     m = gl.arange(0, ROWS, gl.SliceLayout(1, lanes))
     column = gl.arange(0, HALF_TILE, gl.SliceLayout(0, lanes))
     lag: gl.constexpr = STAGES - 2
@@ -201,31 +201,28 @@ def fetch(
     settled = gl.load(table + 1)
     step = 0
     turn = 0
-    item = gl.program_id(0)
-    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
-    next_expert = expert
-    next_first = first
-    next_pairs = pairs
-    next_block = block
-    while block >= 0:
-        announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+    number = gl.program_id(0)
+    item = work_item(table, tiles, settled, number, BLOCKS, GROUP)
+    following = item
+    while item.block >= 0:
+        announce(item, pipe, turn)
         turn += 1
         # Not while the item before is fetched, for want of registers: stages that are under way hide it.
-        source_row = first + m
+        source_row = item.first + m
         if GATE:
-            source_row = gl.load(sorted_pair + source_row, mask=m < pairs, other=0) // COLUMNS
+            source_row = gl.load(sorted_pair + source_row, mask=m < item.pairs, other=0) // COLUMNS
         source = x + source_row.to(gl.int64)[:, None] * K + column[None, :]
-        inside = (m < pairs)[:, None] & (column >= 0)[None, :]
+        inside = (m < item.pairs)[:, None] & (column >= 0)[None, :]
         for i in range(steps):
             stage = step % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            bar = pipe.full.index(stage)
+            mbarrier.wait(pipe.empty.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(bar, bytes)
             if GATE:
-                row = expert * (2 * FEATURES) + block * BLOCK
+                row = item.expert * (2 * FEATURES) + item.block * BLOCK
                 second = row + FEATURES
             else:
-                row = expert * FEATURES + block * (2 * BLOCK)
+                row = item.expert * FEATURES + item.block * (2 * BLOCK)
                 second = row + BLOCK
             _fetch_rows(w_box, s_box, row, i, bar, w_s, s_s, 2 * stage, FORMAT)
             _fetch_rows(w_box, s_box, second, i, bar, w_s, s_s, 2 * stage + 1, FORMAT)
@@ -235,20 +232,17 @@ def fetch(
                 )
             async_copy.commit_group()
             if step >= lag:
-                report_full(full, step - lag, STAGES, lag)
+                report_full(pipe.full, step - lag, STAGES, lag)
             step += 1
             if i == claimed_at:
-                item = claim(table + counter, tiles * BLOCKS)
+                number = claim(table + counter, tiles * BLOCKS)
             if i == min(claimed_at + 1, steps - 1):
-                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
-        expert = next_expert
-        first = next_first
-        pairs = next_pairs
-        block = next_block
-    announce(expert, first, pairs, block, work_s, announced, turn, STAGES + 1, words)
+                following = work_item(table, tiles, settled, number, BLOCKS, GROUP)
+        item = following
+    announce(item, pipe, turn)
     for behind in gl.static_range(lag):
         if step >= lag - behind:
-            report_full(full, step - lag + behind, STAGES, lag - 1 - behind)
+            report_full(pipe.full, step - lag + behind, STAGES, lag - 1 - behind)
 
 
 @gluon.jit
@@ -288,7 +282,7 @@ def _weights(words, scale, FORMAT: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiplied(
-    x_s, w_s, s_s, full, empty, step, turns,
+    x_s, w_s, s_s, pipe, step, turns,
     WHICH: gl.constexpr, FORMAT: gl.constexpr, WIDTH: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The sums of a partition's two chunks [64, WIDTH] over `turns` turns of stages from `step` on, of the first WIDTH
@@ -298,7 +292,7 @@ def _multiplied(
     low = gl.zeros([CHUNK, WIDTH], gl.float32, layout)
     TURN: gl.constexpr = turn_of(FORMAT)
     last = step + TURN * turns - 1
-    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+    mbarrier.wait(pipe.full.index(step % STAGES), step // STAGES & 1)
     slot = 4 * (step % STAGES) + WHICH
     top_first, top_second = _words(w_s, slot)
     a = _weights(top_first, _scales(s_s, slot, 0, 0), FORMAT, WIDTH)
@@ -316,7 +310,7 @@ def _multiplied(
             if at > 0:
                 low, b = warpgroup_mma_wait(1, deps=(low, b))  # noqa: F821 - of the stage before
                 gl.thread_barrier()
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+                mbarrier.arrive(pipe.empty.index((step + STAGES - 1) % STAGES), count=1)
             b = _weights(low_first, _scales(s_s, slot + 2, at, 0), FORMAT, WIDTH)
             low = warpgroup_mma(b, x_first, low, is_async=True)
             top, a = warpgroup_mma_wait(1, deps=(top, a))
@@ -329,14 +323,14 @@ def _multiplied(
             # Behind the last stage that one's are read once more, and not used.
             step += 1
             after = gl.minimum(step, last)
-            mbarrier.wait(full.index(after % STAGES), after // STAGES & 1)
+            mbarrier.wait(pipe.full.index(after % STAGES), after // STAGES & 1)
             slot = 4 * (after % STAGES) + WHICH
             top_first, top_second = _words(w_s, slot)
             a = _weights(top_first, _scales(s_s, slot, (at + 1) % TURN, 0), FORMAT, WIDTH)
             if at == TURN - 1:
                 low, b = warpgroup_mma_wait(0, deps=(low, b))
                 gl.thread_barrier()
-                mbarrier.arrive(empty.index(stage), count=1)
+                mbarrier.arrive(pipe.empty.index(stage), count=1)
     return top, low, step
 
 
@@ -354,7 +348,7 @@ def _stored(value, target, first, sorted_pair, feature, pairs, begin, GATE: gl.c
 
 @gluon.jit
 def _finished(
-    top, low, out, sorted_pair, first, pairs, block, begin,
+    top, low, out, sorted_pair, item, begin,
     WHICH: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Write what a partition's sums of up to 64 pairs make, those from `begin` on."""
@@ -365,69 +359,68 @@ def _finished(
             top, low = clamped(top, low, LIMIT)
         value = (top * (1 / (1 + gl.exp(-top))) * low).to(dtype)
         value = value.reshape([4, 2, 2, 2, 2, WIDTH]).permute((5, 1, 3, 4, 0, 2)).reshape([WIDTH, CHUNK])
-        feature = block * BLOCK + WHICH * CHUNK
-        _stored(value, out, first, sorted_pair, feature, pairs, begin, GATE, FEATURES)
+        feature = item.block * BLOCK + WHICH * CHUNK
+        _stored(value, out, item.first, sorted_pair, feature, item.pairs, begin, GATE, FEATURES)
     else:
-        feature = block * (2 * BLOCK) + WHICH * CHUNK
+        feature = item.block * (2 * BLOCK) + WHICH * CHUNK
         value = top.to(dtype).permute((1, 0))
-        _stored(value, out, first, sorted_pair, feature, pairs, begin, GATE, FEATURES)
+        _stored(value, out, item.first, sorted_pair, feature, item.pairs, begin, GATE, FEATURES)
         value = low.to(dtype).permute((1, 0))
-        _stored(value, out, first, sorted_pair, feature + BLOCK, pairs, begin, GATE, FEATURES)
+        _stored(value, out, item.first, sorted_pair, feature + BLOCK, item.pairs, begin, GATE, FEATURES)
 
 
 @gluon.jit
 def _wide_item(
-    sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
+    sorted_pair, out, x_s, w_s, s_s, pipe, step, turns, item,
     WHICH: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Everything of a tile of more than half of ROWS pairs; the step behind it. What is written takes turns in shared
     memory, one half of the pairs after the other."""
-    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, FORMAT, ROWS, 1, STAGES)
+    top, low, step = _multiplied(x_s, w_s, s_s, pipe, step, turns, WHICH, FORMAT, ROWS, 1, STAGES)
     top_near, top_far = top.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
     low_near, low_far = low.reshape([CHUNK, 2, ROWS // 2]).permute((0, 2, 1)).split()
-    _finished(top_near, low_near, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES, LIMIT)
-    _finished(top_far, low_far, out, sorted_pair, first, pairs, block, ROWS // 2, WHICH, GATE, FEATURES, LIMIT)
+    _finished(top_near, low_near, out, sorted_pair, item, 0, WHICH, GATE, FEATURES, LIMIT)
+    _finished(top_far, low_far, out, sorted_pair, item, ROWS // 2, WHICH, GATE, FEATURES, LIMIT)
     return step
 
 
 @gluon.jit
 def _narrow_item(
-    sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
+    sorted_pair, out, x_s, w_s, s_s, pipe, step, turns, item,
     WHICH: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Compute a tile of at most ROWS pairs, as `_wide_item` does; `x_s` has halves of a stage's inputs."""
-    top, low, step = _multiplied(x_s, w_s, s_s, full, empty, step, turns, WHICH, FORMAT, ROWS, 2, STAGES)
-    _finished(top, low, out, sorted_pair, first, pairs, block, 0, WHICH, GATE, FEATURES, LIMIT)
+    top, low, step = _multiplied(x_s, w_s, s_s, pipe, step, turns, WHICH, FORMAT, ROWS, 2, STAGES)
+    _finished(top, low, out, sorted_pair, item, 0, WHICH, GATE, FEATURES, LIMIT)
     return step
 
 
 @gluon.jit
 def multiply(
-    sorted_pair, out, x_s, x_half_tiles, w_s, s_s, work_s, full, empty, announced, turns,
+    sorted_pair, out, x_s, x_half_tiles, w_s, s_s, pipe, turns,
     WHICH: gl.constexpr, FORMAT: gl.constexpr, GATE: gl.constexpr, FEATURES: gl.constexpr, ROWS: gl.constexpr,
     STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A multiplying partition: the first chunk of weight rows of either block, or the second."""
-    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     step = 0
     turn = 0
-    first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
-    while block >= 0:
+    item = announcement(pipe, turn)
+    while item.block >= 0:
         # Of each width a function: values of one name in both branches would have to be of one type.
-        if pairs > ROWS // 2:
+        if item.pairs > ROWS // 2:
             step = _wide_item(
-                sorted_pair, out, x_s, w_s, s_s, full, empty, step, turns, first, pairs, block,
+                sorted_pair, out, x_s, w_s, s_s, pipe, step, turns, item,
                 WHICH, FORMAT, GATE, FEATURES, ROWS, STAGES, LIMIT,
             )  # fmt: skip
         else:
             step = _narrow_item(
-                sorted_pair, out, x_half_tiles, w_s, s_s, full, empty, step, turns, first, pairs, block,
+                sorted_pair, out, x_half_tiles, w_s, s_s, pipe, step, turns, item,
                 WHICH, FORMAT, GATE, FEATURES, ROWS // 2, STAGES, LIMIT,
             )  # fmt: skip
         turn += 1
-        first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
+        item = announcement(pipe, turn)
 
 
 @gluon.jit(do_not_specialize=["turns"])
@@ -449,15 +442,7 @@ def product(
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, ROWS, HALF_TILE], TILED)
     w_s = gl.allocate_shared_memory(gl.int16, [2 * STAGES, BLOCK, STEP // 4], WORDS)
     s_s = gl.allocate_shared_memory(scale_dtype(FORMAT), [2 * STAGES, BLOCK, AT_ONCE], scales_layout(FORMAT))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_s = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    announced = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES + 1):
-        mbarrier.init(announced.index(slot), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2)
-        mbarrier.init(empty.index(stage), count=2)
+    pipe = pipe_of(STAGES, 2)
     fence_async_shared()
     gl.thread_barrier()
     x_half_tiles = x_s._reinterpret(gl.bfloat16, [4 * STAGES, ROWS // 2, HALF_TILE], TILED)
@@ -466,11 +451,11 @@ def product(
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(
         [
-            (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, work_s, full, empty, announced, turns,
+            (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, pipe, turns,
                         0, FORMAT, GATE, FEATURES, ROWS, STAGES, LIMIT)),
-            (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, work_s, full, empty, announced, turns,
+            (multiply, (sorted_pair, out, x_s, x_half_tiles, w_chunks, s_chunks, pipe, turns,
                         1, FORMAT, GATE, FEATURES, ROWS, STAGES, LIMIT)),
-            (fetch, (x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, work_s, full, empty, announced,
+            (fetch, (x, w_box, s_box, sorted_pair, table, x_s, w_s, s_s, pipe,
                      FORMAT, GATE, COLUMNS, K, FEATURES, BLOCKS, GROUP, ROWS, STAGES)),
         ],
         [4, 4],

@@ -24,7 +24,7 @@ No deadlock: weights wait for the converting partition alone, which waits for th
 wait for the multiplying ones. These hand every stage back once, whether they have pairs or not, and wait for nothing
 but full stages and announcements. An announcement's slot is written again STAGES + 1 items later. Weights are at most
 RAW + STAGES stages ahead of what is multiplied, an item has four stages at least, and STAGES is at least 2: so whoever
-reads has read the item that stood there, also once more behind its last stage (`_again` of `w4a8_products`).
+reads has read the item that stood there, also once more behind its last stage (`items.announced_item`).
 
 Sizes are multiples of 512, for the copy engine fetches a row's scales 16 at a time.
 
@@ -43,7 +43,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.moe.hopper import announcement as chunks
+from kernels.moe.items import announcement, pipe_of
 from kernels.moe.w4a8_products import multiply
 from kernels.moe.w4a8_tile import BLOCK, CHUNK, CHUNKS, STEP
 from kernels.moe.w4a8_weights import (
@@ -91,32 +91,31 @@ def gather(
 
 @gluon.jit
 def fetch_inputs(
-    act_box, x_s, work_s, full, empty, announced,
-    GATE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    act_box, x_s, pipe,
+    GATE: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warp that has the copy engine fetch inputs, of chunks that have pairs."""
-    words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     bytes: gl.constexpr = act_box.block_type.nbytes
     steps: gl.constexpr = K // STEP
     step = 0
     turn = 0
-    first, pairs, block = chunks(work_s, announced, turn, SLOTS, words)
-    while block >= 0:
+    item = announcement(pipe, turn)
+    while item.block >= 0:
         for i in range(2 * steps if GATE else steps):
             stage = step % STAGES
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            bar = pipe.full.index(stage)
+            mbarrier.wait(pipe.empty.index(stage), (step // STAGES & 1) ^ 1)
             for chunk in gl.static_range(CHUNKS):
-                only = (pairs > chunk * CHUNK) & ((pairs <= (chunk + 1) * CHUNK) | (chunk == CHUNKS - 1))
+                only = (item.pairs > chunk * CHUNK) & ((item.pairs <= (chunk + 1) * CHUNK) | (chunk == CHUNKS - 1))
                 mbarrier.expect(bar, (chunk + 1) * bytes, pred=only)
             for chunk in gl.static_range(CHUNKS):
                 tma.async_copy_global_to_shared(
-                    act_box, [first + chunk * CHUNK, i % steps * STEP], bar, x_s.index(CHUNKS * stage + chunk),
-                    pred=pairs > chunk * CHUNK,
+                    act_box, [item.first + chunk * CHUNK, i % steps * STEP], bar, x_s.index(CHUNKS * stage + chunk),
+                    pred=item.pairs > chunk * CHUNK,
                 )  # fmt: skip
             step += 1
         turn += 1
-        first, pairs, block = chunks(work_s, announced, turn, SLOTS, words)
+        item = announcement(pipe, turn)
 
 
 @gluon.jit(do_not_specialize=["pitch"])
@@ -133,7 +132,6 @@ def product(
     FP8 of the sorted pairs; otherwise `out` gets the pairs' results, and `out_scale` is not looked at. FEATURES: of the
     output (GATE: of gate, and as many of up). LIMIT: see `activation`.
     """
-    slots: gl.constexpr = STAGES + 1
     w_s = gl.allocate_shared_memory(act_box.dtype, [STAGES, BLOCK, STEP], TILED)
     raw_s = gl.allocate_shared_memory(gl.int32, [RAW, 2, CHUNK, STEP // 8], WORDS)
     scale_s = gl.allocate_shared_memory(gl.int32, [SCALE_SLOTS, 2, CHUNK, 4], SCALES)
@@ -141,18 +139,10 @@ def product(
     held_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNKS, CHUNK, CHUNK], HELD)
     raw = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [RAW, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_s = gl.allocate_shared_memory(gl.int32, [slots, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    announced = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(slots):
-        mbarrier.init(announced.index(slot), count=1)
+    pipe = pipe_of(STAGES, 2)
     for slot in gl.static_range(RAW):
         mbarrier.init(raw.index(slot), count=1)
         mbarrier.init(read.index(slot), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2)
-        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.thread_barrier()
     word_rows_s = raw_s._reinterpret(gl.int32, [RAW, BLOCK, STEP // 8], WORD_ROWS)
@@ -161,16 +151,16 @@ def product(
     # The tuples stand in the calls: in a variable their constants would become run-time values.
     gl.warp_specialize(
         [
-            (multiply, (x_scale, least, sorted_pair, out, out_scale, pitch, x_s, w_s, held_s, work_s, full, empty,
-                        announced, 0, GATE, K, FEATURES, STAGES, LIMIT)),
-            (multiply, (x_scale, least, sorted_pair, out, out_scale, pitch, x_s, w_s, held_s, work_s, full, empty,
-                        announced, 1, GATE, K, FEATURES, STAGES, LIMIT)),
-            (convert, (least, word_rows_s, scale_rows_s, converted_s, work_s, raw, read, full, empty, announced,
-                       GATE, K, FEATURES, STAGES, slots)),
-            (fetch_weights, (w_box, s_box, table, raw_s, scale_s, work_s, raw, read, announced,
-                             GATE, K, FEATURES, BLOCKS, GROUP, slots)),
-            (fetch_inputs, (act_box, x_s, work_s, full, empty, announced,
-                            GATE, K, STAGES, slots)),
+            (multiply, (x_scale, least, sorted_pair, out, out_scale, pitch, x_s, w_s, held_s, pipe,
+                        0, GATE, K, FEATURES, STAGES, LIMIT)),
+            (multiply, (x_scale, least, sorted_pair, out, out_scale, pitch, x_s, w_s, held_s, pipe,
+                        1, GATE, K, FEATURES, STAGES, LIMIT)),
+            (convert, (least, word_rows_s, scale_rows_s, converted_s, pipe, raw, read,
+                       GATE, K, FEATURES, STAGES)),
+            (fetch_weights, (w_box, s_box, table, raw_s, scale_s, pipe, raw, read,
+                             GATE, K, FEATURES, BLOCKS, GROUP)),
+            (fetch_inputs, (act_box, x_s, pipe,
+                            GATE, K, STAGES)),
         ],
         [4, 4, 1, 1],
         [216, 56, 24, 24],

@@ -12,9 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.matrix import MicroScaled4
-from kernels.moe.hopper import announce, claim, work_item
+from kernels.moe.items import announce, announcement, claim, work_item
 from kernels.moe.w4a8_tile import BLOCK, CHUNK, STEP
-from kernels.moe.w8a8 import announcement
 
 RAW = gl.constexpr(4)
 """Stages of weights as they are stored."""
@@ -121,12 +120,10 @@ def _converted(words, scale, least):
 
 @gluon.jit
 def fetch_weights(
-    w_box, s_box, table, raw_s, scale_s, work_s, raw, read, announced,
+    w_box, s_box, table, raw_s, scale_s, pipe, raw, read,
     GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr,
-    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The leading partition: a warp that claims and announces items, and has the copy engine fetch their weights."""
-    words: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     steps: gl.constexpr = K // STEP
     total: gl.constexpr = 2 * steps if GATE else steps
     claimed_at: gl.constexpr = max(total - LEAD, 0)
@@ -135,22 +132,19 @@ def fetch_weights(
     settled = gl.load(table + 1)
     step = 0
     turn = 0
-    item = gl.program_id(0)
-    expert, first, pairs, block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
-    next_expert = expert
-    next_first = first
-    next_pairs = pairs
-    next_block = block
-    while block >= 0:
-        announce(expert, first, pairs, block, work_s, announced, turn, SLOTS, words)
+    number = gl.program_id(0)
+    item = work_item(table, tiles, settled, number, BLOCKS, GROUP)
+    following = item
+    while item.block >= 0:
+        announce(item, pipe, turn)
         turn += 1
         for i in range(total):
             slot = step % RAW
             bar = raw.index(slot)
             k = i % steps
             # 64 rows of gate and of up; or 128 in two halves.
-            matrix = 2 * expert if GATE else expert * (FEATURES // CHUNK) + 2 * block
-            row = block * BLOCK + i // steps * CHUNK if GATE else 0
+            matrix = 2 * item.expert if GATE else item.expert * (FEATURES // CHUNK) + 2 * item.block
+            row = item.block * BLOCK + i // steps * CHUNK if GATE else 0
             mbarrier.wait(read.index(slot), (step // RAW & 1) ^ 1)
             scaled = k % SHARED == 0
             mbarrier.expect(bar, w_box.block_type.nbytes + s_box.block_type.nbytes, pred=scaled)
@@ -161,32 +155,28 @@ def fetch_weights(
             )  # fmt: skip
             step += 1
             if i == claimed_at:
-                item = claim(table + counter, tiles * BLOCKS)
+                number = claim(table + counter, tiles * BLOCKS)
             if i == min(claimed_at + 1, total - 1):
-                next_expert, next_first, next_pairs, next_block = work_item(table, tiles, settled, item, BLOCKS, GROUP)
-        expert = next_expert
-        first = next_first
-        pairs = next_pairs
-        block = next_block
-    announce(expert, first, pairs, block, work_s, announced, turn, SLOTS, words)
+                following = work_item(table, tiles, settled, number, BLOCKS, GROUP)
+        item = following
+    announce(item, pipe, turn)
 
 
 @gluon.jit
 def convert(
-    least, raw_s, scale_s, w_s, work_s, raw, read, full, empty, announced,
-    GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr,
+    least, raw_s, scale_s, w_s, pipe, raw, read,
+    GATE: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The converting partition: four warps, a thread of which has a row of every stage."""
-    lanes: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, words_layout()))
     steps: gl.constexpr = K // STEP
     r = gl.arange(0, BLOCK, rows)
     at = r % CHUNK + r // CHUNK * FEATURES if GATE else r
     step = 0
     turn = 0
-    expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, lanes)
-    while block >= 0:
-        row = least + expert.to(gl.int64) * (2 * FEATURES if GATE else FEATURES) + block * BLOCK
+    item = announcement(pipe, turn)
+    while item.block >= 0:
+        row = least + item.expert.to(gl.int64) * (2 * FEATURES if GATE else FEATURES) + item.block * BLOCK
         last = step + (2 * steps if GATE else steps) - 1
         mbarrier.wait(raw.index(step % RAW), step // RAW & 1)
         words, scale = _stored_weights(raw_s.index(step % RAW), scale_s.index(step // SHARED % SCALE_SLOTS), 0)
@@ -195,7 +185,7 @@ def convert(
             for i in range(steps):
                 stage = step % STAGES
                 value = _converted(words, scale, lowest)
-                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                mbarrier.wait(pipe.empty.index(stage), (step // STAGES & 1) ^ 1)
                 w_s.index(stage).store(value)
                 # The next ones are on their way while these are fenced. Behind the last stage that one's are read once
                 # more, and not used.
@@ -205,8 +195,8 @@ def convert(
                 words, scale = _stored_weights(raw_s.index(after % RAW), scales, (i + 1) % SHARED)
                 fence_async_shared()
                 gl.thread_barrier()
-                mbarrier.arrive(full.index(stage), count=1)
+                mbarrier.arrive(pipe.full.index(stage), count=1)
                 mbarrier.arrive(read.index(step % RAW), count=1)
                 step += 1
         turn += 1
-        expert, _first, _pairs, block = announcement(work_s, announced, turn, SLOTS, lanes)
+        item = announcement(pipe, turn)

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.moe.hopper import HALF_TILE, ROWS, block_start, clamped, fetch_gathered, fetch_sorted, store_rows
+from kernels.moe.items import announcement, pass_by, pipe_of
 from kernels.quantize import LEAST_SCALE, MOST
 
 STEP = gl.constexpr(128)
@@ -48,22 +49,8 @@ def box(matrix: Tensor, rows: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def announcement(work_s, announced, turn, SLOTS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(expert, first pair, pairs, block) of the program's item number `turn`."""
-    slot = turn % SLOTS
-    mbarrier.wait(announced.index(slot), turn // SLOTS & 1)
-    i = gl.arange(0, 4, LAYOUT)
-    work = work_s.index(slot).load(LAYOUT)
-    first = gl.sum(gl.where(i == 0, work, 0), 0)
-    pairs = gl.sum(gl.where(i == 1, work, 0), 0)
-    block = gl.sum(gl.where(i == 2, work, 0), 0)
-    expert = gl.sum(gl.where(i == 3, work, 0), 0)
-    return expert, first, pairs, block
-
-
-@gluon.jit
 def multiply(
-    sorted_pair, x_scale, weight_scale, out, out_scale, a_s, b_s, work_s, full, empty, announced,
+    sorted_pair, x_scale, weight_scale, out, out_scale, a_s, b_s, pipe,
     WHICH: gl.constexpr, GATE: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, FEATURES: gl.constexpr,
     STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
@@ -71,7 +58,6 @@ def multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
     per: gl.constexpr = 16 if GATE else 8
     lanes: gl.constexpr = gl.BlockedLayout([1, per], [per // 4, 128 // per], [4, 1], [1, 0])
-    words: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     steps: gl.constexpr = K // STEP
     blocks: gl.constexpr = FEATURES // BLOCK
     m = WHICH * HALF_TILE + gl.arange(0, HALF_TILE, gl.SliceLayout(1, lanes))
@@ -80,22 +66,22 @@ def multiply(
     step = 0
     turn = 0
     part = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
-    expert, first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
-    while block >= 0:
-        if pairs > WHICH * HALF_TILE:
-            row = first + m
-            scaled = first + r
+    item = announcement(pipe, turn)
+    while item.block >= 0:
+        if item.pairs > WHICH * HALF_TILE:
+            row = item.first + m
+            scaled = item.first + r
             if GATE:
-                x_row = gl.load(sorted_pair + scaled, mask=r < pairs, other=0) // COLUMNS
-                weight_row = expert * (2 * blocks) + block
+                x_row = gl.load(sorted_pair + scaled, mask=r < item.pairs, other=0) // COLUMNS
+                weight_row = item.expert * (2 * blocks) + item.block
             else:
                 x_row = scaled
-                row = gl.load(sorted_pair + row, mask=m < pairs, other=0)
-                weight_row = expert * blocks + block_start(block, FEATURES, 2 * BLOCK) // BLOCK
+                row = gl.load(sorted_pair + row, mask=m < item.pairs, other=0)
+                weight_row = item.expert * blocks + block_start(item.block, FEATURES, 2 * BLOCK) // BLOCK
             x_at = x_scale + x_row.to(gl.int64) * steps
             left_at = weight_scale + weight_row.to(gl.int64) * steps
             right_at = left_at + (blocks if GATE else 1) * steps
-            x_factor = gl.load(x_at, mask=r < pairs, other=0.0)
+            x_factor = gl.load(x_at, mask=r < item.pairs, other=0.0)
             left_factor = gl.load(left_at)
             right_factor = gl.load(right_at)
             left = gl.zeros([HALF_TILE, BLOCK], gl.float32, layout)
@@ -103,11 +89,11 @@ def multiply(
             for i in range(steps):
                 # Nobody copies scales ahead: those of the next step are asked for a step before.
                 next = gl.minimum(i + 1, steps - 1)
-                x_next = gl.load(x_at + next, mask=r < pairs, other=0.0)
+                x_next = gl.load(x_at + next, mask=r < item.pairs, other=0.0)
                 left_next = gl.load(left_at + next)
                 right_next = gl.load(right_at + next)
                 stage = step % STAGES
-                mbarrier.wait(full.index(stage), step // STAGES & 1)
+                mbarrier.wait(pipe.full.index(stage), step // STAGES & 1)
                 a = a_s.index(2 * stage + WHICH)
                 part = warpgroup_mma(a, b_s.index(2 * stage).permute((1, 0)), part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=(part,))
@@ -115,7 +101,7 @@ def multiply(
                 part = warpgroup_mma(a, b_s.index(2 * stage + 1).permute((1, 0)), part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=(part,))
                 gl.thread_barrier()
-                mbarrier.arrive(empty.index(stage), count=1)
+                mbarrier.arrive(pipe.empty.index(stage), count=1)
                 right += part * (x_factor * right_factor)[:, None]
                 x_factor = x_next
                 left_factor = left_next
@@ -127,22 +113,20 @@ def multiply(
                 value = left * (1 / (1 + gl.exp(-left))) * right
                 scale = gl.maximum(gl.max(gl.abs(value), 1) / LARGEST, LEAST)
                 value = (value * (1 / scale)[:, None]).to(out.dtype.element_ty)
-                store_rows(gl.convert_layout(value, lanes), out, row, block * BLOCK + column, m < pairs, FEATURES)
-                gl.store(out_scale + scaled.to(gl.int64) * blocks + block, scale, mask=r < pairs)
+                store_rows(
+                    gl.convert_layout(value, lanes), out, row, item.block * BLOCK + column, m < item.pairs, FEATURES
+                )
+                gl.store(out_scale + scaled.to(gl.int64) * blocks + item.block, scale, mask=r < item.pairs)
             else:
-                feature = block_start(block, FEATURES, 2 * BLOCK) + column
+                feature = block_start(item.block, FEATURES, 2 * BLOCK) + column
                 value = gl.convert_layout(left.to(out.dtype.element_ty), lanes)
-                store_rows(value, out, row, feature, m < pairs, FEATURES)
+                store_rows(value, out, row, feature, m < item.pairs, FEATURES)
                 value = gl.convert_layout(right.to(out.dtype.element_ty), lanes)
-                store_rows(value, out, row, feature + BLOCK, m < pairs, FEATURES)
+                store_rows(value, out, row, feature + BLOCK, m < item.pairs, FEATURES)
         else:
-            for _i in range(steps):
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), step // STAGES & 1)
-                mbarrier.arrive(empty.index(stage), count=1)
-                step += 1
+            step = pass_by(pipe, step, steps)
         turn += 1
-        expert, first, pairs, block = announcement(work_s, announced, turn, STAGES + 1, words)
+        item = announcement(pipe, turn)
 
 
 @gluon.jit
@@ -162,15 +146,7 @@ def product(
     dtype: gl.constexpr = weight_box.dtype
     a_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], TILED)
     b_s = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK, STEP], TILED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_s = gl.allocate_shared_memory(gl.int32, [STAGES + 1, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    announced = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES + 1):
-        mbarrier.init(announced.index(slot), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2 if GATE else 1)
-        mbarrier.init(empty.index(stage), count=2)
+    pipe = pipe_of(STAGES, 2 if GATE else 1)
     fence_async_shared()
     gl.thread_barrier()
     a_half_tiles = a_s._reinterpret(dtype, [2 * STAGES, HALF_TILE, STEP], TILED)
@@ -178,11 +154,11 @@ def product(
     if GATE:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
-                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
-                (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, work_s, full, empty, announced,
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, pipe,
+                            0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, pipe,
+                            1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
+                (fetch_gathered, (x, weight_box, sorted_pair, table, a_s, b_s, pipe,
                                   K, COLUMNS, K, FEATURES, BLOCK, BLOCKS, GROUP, STAGES)),
             ],
             [4, 4],
@@ -191,11 +167,11 @@ def product(
     else:
         gl.warp_specialize(
             [
-                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
-                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, work_s, full, empty,
-                            announced, 1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
-                (fetch_sorted, (act_box, weight_box, table, a_half_tiles, b_s, work_s, full, empty, announced,
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, pipe,
+                            0, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
+                (multiply, (sorted_pair, x_scale, weight_scale, out, out_scale, a_half_tiles, b_s, pipe,
+                            1, GATE, COLUMNS, K, FEATURES, STAGES, LIMIT)),
+                (fetch_sorted, (act_box, weight_box, table, a_half_tiles, b_s, pipe,
                                 K, FEATURES, BLOCK, BLOCKS, GROUP, STAGES, CLAIMED)),
             ],
             [4, 1],

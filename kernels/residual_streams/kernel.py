@@ -5,9 +5,33 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+class Reading(NamedTuple):
+    """Sizes of what kernels read streams from and write what they have read to: one constant of a launch."""
+
+    out_stride: int
+    features: int
+    streams: int
+    gates: int
+    lanes: int
+    """Gates, padded to a power of two."""
+    part: int
+    """Numbers from one part of a token's sums to the next."""
+    parts: int
+    part_lanes: int
+    """Parts, padded to a power of two."""
+    steps: int
+    """Steps in which a mixing matrix is made; 0: there is none."""
+    keep: bool
+    """Whether the sum of a token's streams is kept beside its norm."""
+    block: int
+    """Features, padded to a power of two."""
 
 
 @triton.jit
@@ -147,39 +171,44 @@ def mixing_matrix(made, eps, STREAMS: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _gates_made(sums, square, factor, shift, norm_eps, FEATURES: tl.constexpr, STREAMS: tl.constexpr):
+def _gates_made(sums, square, factor, shift, norm_eps, SIZES: tl.constexpr):
     """What is made of a token's streams for every gate, of the parts of its sums, [PARTS, LANES] and [PARTS]."""
-    return tl.sum(sums, 0) * tl.rsqrt(tl.sum(square, 0) / (STREAMS * FEATURES) + norm_eps) * factor + shift
+    values: tl.constexpr = SIZES.streams * SIZES.features
+    return tl.sum(sums, 0) * tl.rsqrt(tl.sum(square, 0) / values + norm_eps) * factor + shift
+
+
+@triton.jit
+def gate_constants(scale, base, weight, SIZES: tl.constexpr):
+    """What gates are made with beside the sums: factors and shifts of all gates, and the weight of the norm."""
+    m = tl.arange(0, SIZES.lanes)
+    e = tl.arange(0, SIZES.block)
+    factor = tl.load(scale + tl.minimum(m // SIZES.streams, 2), mask=m < SIZES.gates, other=0.0)
+    shift = tl.load(base + m, mask=m < SIZES.gates, other=0.0)
+    return factor, shift, tl.load(weight + e, mask=e < SIZES.features, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def parts_of_sums(part, token, SIZES: tl.constexpr):
+    """The parts of a token's sums: those of its products, [PARTS, LANES], and those of its squares."""
+    m = tl.arange(0, SIZES.lanes)
+    p = tl.arange(0, SIZES.part_lanes)
+    begin = part + (token * SIZES.parts + p) * SIZES.part
+    there = (p[:, None] < SIZES.parts) & (m < SIZES.gates)[None, :]
+    sums = tl.load(begin[:, None] + m[None, :], mask=there, other=0.0, cache_modifier=".cg")
+    return sums, tl.load(begin + SIZES.gates, mask=p < SIZES.parts, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def read_token(
-    token,
-    residual,
-    open_gate,
-    sums,
-    square,
-    factor,
-    shift,
-    w,
-    out,
-    read_sum,
-    eps,
-    gate_eps,
-    norm_eps,
-    magnitude,
-    OUT_STRIDE: tl.constexpr,
-    FEATURES: tl.constexpr,
-    STREAMS: tl.constexpr,
-    GATES: tl.constexpr,
-    LANES: tl.constexpr,
-    STEPS: tl.constexpr,
-    KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    token, residual, open_gate, sums, square, factor, shift, w, out, read_sum, eps, gate_eps, norm_eps, magnitude,
+    SIZES: tl.constexpr,
+):  # fmt: skip
     """A token's gates, but for those of its mixing, of the parts of its sums; the sum of its streams by them, which
-    KEEP leaves in `read_sum`, and the norm of that."""
-    m = tl.arange(0, LANES)
+    `keep` leaves in `read_sum`, and the norm of that."""
+    FEATURES: tl.constexpr = SIZES.features
+    STREAMS: tl.constexpr = SIZES.streams
+    BLOCK: tl.constexpr = SIZES.block
+    m = tl.arange(0, SIZES.lanes)
     e = tl.arange(0, BLOCK)
     inside = e < FEATURES
     # Asked for before anything waits for the parts.
@@ -187,10 +216,10 @@ def read_token(
     for stream in tl.static_range(STREAMS):
         at = residual + (token * STREAMS + stream) * FEATURES + e
         values = values + (tl.load(at, mask=inside, other=0.0, cache_modifier=".cg"),)
-    gate = tl.sigmoid(_gates_made(sums, square, factor, shift, norm_eps, FEATURES, STREAMS))
-    if GATES > STREAMS:
+    gate = tl.sigmoid(_gates_made(sums, square, factor, shift, norm_eps, SIZES))
+    if SIZES.gates > STREAMS:
         added = magnitude * gate
-        if STEPS == 0:
+        if SIZES.steps == 0:
             added += gate_eps
         opened = (m >= STREAMS) & (m < 2 * STREAMS)
         tl.store(open_gate + token * STREAMS + m - STREAMS, added, mask=opened)
@@ -199,10 +228,10 @@ def read_token(
     for stream in tl.static_range(STREAMS):
         total += tl.sum(tl.where(m == stream, read, 0.0), 0) * values[stream].to(tl.float32)
     total = total.to(residual.dtype.element_ty).to(tl.float32)
-    if KEEP:
+    if SIZES.keep:
         tl.store(read_sum + token * FEATURES + e, total.to(read_sum.dtype.element_ty), mask=inside)
     normed = total * tl.rsqrt(tl.sum(total * total, 0) / FEATURES + eps)
-    tl.store(out + token * OUT_STRIDE + e, (normed * w).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * SIZES.out_stride + e, (normed * w).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -220,66 +249,29 @@ def read_streams_kernel(
     gate_eps,
     norm_eps,
     magnitude,
-    OUT_STRIDE: tl.constexpr,
-    FEATURES: tl.constexpr,
-    STREAMS: tl.constexpr,
-    GATES: tl.constexpr,
-    LANES: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_LANES: tl.constexpr,
-    STEPS: tl.constexpr,
-    KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, 0): `read_token`; with STEPS (token, 1): its mixing matrix, which takes as long."""
+    """Program (token, 0): `read_token`; with mixing steps (token, 1): its mixing matrix, which takes as long."""
     token = tl.program_id(0).to(tl.int64)
-    m = tl.arange(0, LANES)
-    p = tl.arange(0, PART_LANES)
-    e = tl.arange(0, BLOCK)
-    made_gate = m < GATES
-    factor = tl.load(scale + tl.minimum(m // STREAMS, 2), mask=made_gate, other=0.0)
-    shift = tl.load(base + m, mask=made_gate, other=0.0)
-    w = tl.load(weight + e, mask=e < FEATURES, other=0.0).to(tl.float32)
+    m = tl.arange(0, SIZES.lanes)
+    factor, shift, w = gate_constants(scale, base, weight, SIZES)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    begin = part + (token * PARTS + p) * PART
-    there = (p[:, None] < PARTS) & made_gate[None, :]
-    sums = tl.load(begin[:, None] + m[None, :], mask=there, other=0.0, cache_modifier=".cg")
-    square = tl.load(begin + GATES, mask=p < PARTS, other=0.0, cache_modifier=".cg")
-    if STEPS:  # noqa: SIM102 - the first is known to the compiler
+    sums, square = parts_of_sums(part, token, SIZES)
+    if SIZES.steps:  # noqa: SIM102 - the first is known to the compiler
         if tl.program_id(1) == 1:
-            made = _gates_made(sums, square, factor, shift, norm_eps, FEATURES, STREAMS)
+            STREAMS: tl.constexpr = SIZES.streams
+            made = _gates_made(sums, square, factor, shift, norm_eps, SIZES)
             of_mixing = ()
             for number in tl.static_range(STREAMS * STREAMS):
                 of_mixing = of_mixing + (tl.sum(tl.where(m == 2 * STREAMS + number, made, 0.0), 0),)
-            matrix = mixing_matrix(of_mixing, gate_eps, STREAMS, STEPS)
+            matrix = mixing_matrix(of_mixing, gate_eps, STREAMS, SIZES.steps)
             for number in tl.static_range(STREAMS * STREAMS):
                 tl.store(mix + token * STREAMS * STREAMS + number, matrix[number])
     if tl.program_id(1) == 0:
         read_token(
-            token,
-            residual,
-            open_gate,
-            sums,
-            square,
-            factor,
-            shift,
-            w,
-            out,
-            read_sum,
-            eps,
-            gate_eps,
-            norm_eps,
-            magnitude,
-            OUT_STRIDE,
-            FEATURES,
-            STREAMS,
-            GATES,
-            LANES,
-            STEPS,
-            KEEP,
-            BLOCK,
-        )
+            token, residual, open_gate, sums, square, factor, shift, w, out, read_sum,
+            eps, gate_eps, norm_eps, magnitude, SIZES,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.residual_streams.kernel import add_to_streams_kernel, read_streams_kernel
+from kernels.residual_streams.kernel import Reading, add_to_streams_kernel, read_streams_kernel
 from kernels.residual_streams.memory import StreamGates, StreamMemory, StreamPath
 from kernels.residual_streams.tiles import add_to_many_streams_kernel, read_many_streams_kernel
 
@@ -120,16 +120,16 @@ class StreamLaunches:
         made = self.residual_TSE, memory.open_TS, self._mix_TSS, gates.base_M, gates.scale_G, memory.part_TPX
         given = *made, self.weight_E, out_TE, out_TE if read_TE is None else read_TE
         numbers = self.eps, gates.eps, gates.norm_eps, gates.magnitude
-        lanes, parts = triton.next_power_of_2(self.residual_TSE.shape[2]), self.parts
-        constants = self._constants() | {
-            "OUT_STRIDE": out_TE.stride(0),
-            "PART_LANES": triton.next_power_of_2(parts),
-            "STEPS": gates.mixing_steps,
-            "KEEP": read_TE is not None,
-            "BLOCK": lanes,
-            # Not more: each warp of a program that makes one token's mixing matrix computes all of it.
-            "num_warps": min(max(lanes // 1024, 1), 16),
-        }
+        sizes = Reading(
+            out_stride=out_TE.stride(0),
+            **{name.lower(): value for name, value in self._constants().items()},
+            part_lanes=triton.next_power_of_2(self.parts),
+            steps=gates.mixing_steps,
+            keep=read_TE is not None,
+            block=triton.next_power_of_2(self.residual_TSE.shape[2]),
+        )
+        # Not more: each warp of a program that makes one token's mixing matrix computes all of it.
+        constants = {"SIZES": sizes, "num_warps": min(max(sizes.block // 1024, 1), 16)}
         if not self.path.many:
             grid = tokens, 2 if gates.mixing_steps else 1
             read_streams_kernel[grid](*given, *numbers, **constants, **self._launched)

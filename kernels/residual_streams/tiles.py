@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.residual_streams.kernel import mixing_matrix, new_stream, read_token
+from kernels.residual_streams.kernel import gate_constants, mixing_matrix, new_stream, parts_of_sums, read_token
 
 
 @triton.jit
@@ -252,69 +252,36 @@ def read_many_streams_kernel(
     gate_eps,
     norm_eps,
     magnitude,
-    OUT_STRIDE: tl.constexpr,
-    FEATURES: tl.constexpr,
-    STREAMS: tl.constexpr,
-    GATES: tl.constexpr,
-    LANES: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_LANES: tl.constexpr,
-    STEPS: tl.constexpr,
-    KEEP: tl.constexpr,
+    SIZES: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """With STEPS the first programs make the mixing matrices of TOKENS tokens each; each of the others reads the
+    """With mixing steps the first programs make the mixing matrices of TOKENS tokens each; each of the others reads the
     streams of one token, see `read_token`. Launched plainly."""
-    p = tl.arange(0, PART_LANES)
+    STREAMS: tl.constexpr = SIZES.streams
+    GATES: tl.constexpr = SIZES.gates
+    p = tl.arange(0, SIZES.part_lanes)
     mixers = 0
-    if STEPS:
+    if SIZES.steps:
         mixers = tl.cdiv(tokens, TOKENS)
         if tl.program_id(0) < mixers:
             t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-            begins = part + (t[:, None] * PARTS + p[None, :]) * PART
-            all_there = (t < tokens)[:, None] & (p < PARTS)[None, :]
+            begins = part + (t[:, None] * SIZES.parts + p[None, :]) * SIZES.part
+            all_there = (t < tokens)[:, None] & (p < SIZES.parts)[None, :]
             squares = tl.sum(tl.load(begins + GATES, mask=all_there, other=0.0, cache_modifier=".cg"), 1)
-            inverse = tl.rsqrt(squares / (STREAMS * FEATURES) + norm_eps)
+            inverse = tl.rsqrt(squares / (STREAMS * SIZES.features) + norm_eps)
             mixing_factor = tl.load(scale + 2)
             made = ()
             for number in tl.static_range(2 * STREAMS, GATES):
                 total = tl.sum(tl.load(begins + number, mask=all_there, other=0.0, cache_modifier=".cg"), 1)
                 made = made + (total * inverse * mixing_factor + tl.load(base + number),)
-            matrix = mixing_matrix(made, gate_eps, STREAMS, STEPS)
+            matrix = mixing_matrix(made, gate_eps, STREAMS, SIZES.steps)
             for number in tl.static_range(STREAMS * STREAMS):
                 tl.store(mix + t * STREAMS * STREAMS + number, matrix[number], mask=t < tokens)
     if tl.program_id(0) >= mixers:
         token = tl.program_id(0).to(tl.int64) - mixers
-        m = tl.arange(0, LANES)
-        e = tl.arange(0, BLOCK)
-        made_gate = m < GATES
-        begin = part + (token * PARTS + p) * PART
-        there = (p[:, None] < PARTS) & made_gate[None, :]
-        sums = tl.load(begin[:, None] + m[None, :], mask=there, other=0.0, cache_modifier=".cg")
-        square = tl.load(begin + GATES, mask=p < PARTS, other=0.0, cache_modifier=".cg")
+        sums, square = parts_of_sums(part, token, SIZES)
+        factor, shift, w = gate_constants(scale, base, weight, SIZES)
         read_token(
-            token,
-            residual,
-            open_gate,
-            sums,
-            square,
-            tl.load(scale + tl.minimum(m // STREAMS, 2), mask=made_gate, other=0.0),
-            tl.load(base + m, mask=made_gate, other=0.0),
-            tl.load(weight + e, mask=e < FEATURES, other=0.0).to(tl.float32),
-            out,
-            read_sum,
-            eps,
-            gate_eps,
-            norm_eps,
-            magnitude,
-            OUT_STRIDE,
-            FEATURES,
-            STREAMS,
-            GATES,
-            LANES,
-            STEPS,
-            KEEP,
-            BLOCK,
-        )
+            token, residual, open_gate, sums, square, factor, shift, w, out, read_sum,
+            eps, gate_eps, norm_eps, magnitude, SIZES,
+        )  # fmt: skip

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kernels.mla_decode.wide_tile import TILE, share_of
+from kernels.mla_decode.split_kv import TILE, share_of
 
 THREADS = gl.constexpr(128)
 """Threads that fetch; as many arrivals make a tile complete."""

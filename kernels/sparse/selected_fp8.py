@@ -10,8 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.mla_decode.fp8 import fp8_memory
-from kernels.mla_decode.fp8_groups import CTA, next_stage, scoring_group, summing_group
-from kernels.mla_decode.fp8_tile import GROUPS, PAIRS, TILE
+from kernels.mla_decode.fp8_groups import next_stage, scoring_group, summing_group
+from kernels.mla_decode.fp8_tile import GROUPS, PAIRS
+from kernels.mla_decode.split_kv import CTA, TILE
 from kernels.sparse.fetch import (
     HALF_TILE,
     THREADS,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
-from kernels.mla_decode.wide import wide_memory
-from kernels.mla_decode.wide_groups import CTA, left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF_LATENT, ROPE, TILE
+from kernels.mla_decode.split_kv import CTA, TILE
+from kernels.mla_decode.wide import fetch_queries, wide_memory
+from kernels.mla_decode.wide_groups import left_group, right_group
+from kernels.mla_decode.wide_tile import HALF_LATENT, ROPE
 from kernels.sparse.fetch import THREADS, copy_columns, places_of, rows_layout, share_of_part, tell
 
 _SLICE = gl.constexpr(64)
@@ -29,11 +30,7 @@ def fetch(cache, q_half, q_rope, place, share, fetched, ring, SELECTED: gl.const
     start = gl.load(record + 1, cache_modifier=".cg")
     stop = start + gl.load(record + 2, cache_modifier=".cg")
     if stop > start:
-        vector = token * share.queries + share.block * BLOCK
-        mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-        tma.async_copy_global_to_shared(q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1))
-        tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0))
+        fetch_queries(q_half, q_rope, token, share, fetched, ring)
         count = gl.load(share.length + token, cache_modifier=".cg")
         mine = place + token.to(gl.int64) * SELECTED
         at = places_of(mine, start * TILE, count, TILE, LATENTS)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.gluon.dependent import let_kernel_after_start, wait_for_kernel_before
 from kernels.gluon.prefetch import LINE, ask_for_lines
 from kernels.mla_decode.narrow_tile import unknown_zero
-from kernels.mla_decode.wide import wide_memory
-from kernels.mla_decode.wide_groups import CTA, left_group, right_group
-from kernels.mla_decode.wide_tile import BLOCK, HALF_LATENT, TILE
+from kernels.mla_decode.split_kv import CTA, TILE
+from kernels.mla_decode.wide import fetch_queries, wide_memory
+from kernels.mla_decode.wide_groups import left_group, right_group
 from kernels.mla_decode.widen import PIECE, QUARTERS, ROWS, first_pieces, widen_half
 from kernels.sparse.fetch import copy_columns, places_of, rows_layout, share_of_part
 
@@ -76,11 +76,7 @@ def fetch(
                 into_l2(cache, asked, tile * TILE, last, ENTRY.size)
         loaded = first_pieces(cache, numbers, SIDE, ENTRY)
         if SIDE == 0:
-            vector = token * share.queries + share.block * BLOCK
-            mbarrier.expect(ring.q_full, 2 * q_half.block_type.nbytes + q_rope.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_half, [vector, 0], ring.q_full, fetched.q.index(0))
-            tma.async_copy_global_to_shared(q_half, [vector, HALF_LATENT], ring.q_full, fetched.q.index(1))
-            tma.async_copy_global_to_shared(q_rope, [vector, 2 * HALF_LATENT], ring.q_full, fetched.q_rope.index(0))
+            fetch_queries(q_half, q_rope, token, share, fetched, ring)
         for tile in range(tiles):
             if SIDE == 0:
                 asked = places_of(mine, (tile + 2) * TILE, count, TILE, LINES)
