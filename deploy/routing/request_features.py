@@ -35,9 +35,10 @@ from deploy.text.handed import HAND_OVER_TOKENS, EncodedPrompt, text_digest
 from deploy.text.in_words import readable
 from deploy.text.lane import aside, at_once
 from deploy.text.mending import with_whole_escapes
+from deploy.text.segments import MOST_BYTES, EncodedSegments
 from deploy.text.tokenizer import Tokenizer
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import PAGE_BYTES, Prompt, pack_tokens
+from workers.protocol.prompt import PAGE_BYTES, TOKEN_BYTES, Prompt, pack_tokens
 
 BYTES_PER_TOKEN = 4
 """Bytes per token where nothing better is known."""
@@ -60,10 +61,12 @@ class FeatureReader:
         chat_template: str | None = None,
         control_tokens_in_text: bool = False,
         salts: CacheSalts = SHARED,
+        segment_bytes: int = MOST_BYTES,
     ) -> None:
         """`tokenizer`, settings and `salts`: the same as the replicas', so that page hashes agree; None for a model
-        without a tokenizer."""
+        without a tokenizer. `segment_bytes`: memory for parts of prompts and their ids (`deploy.text.segments`)."""
         self._tokenizer, self._salts = tokenizer, salts
+        self._segments = None if tokenizer is None else EncodedSegments(tokenizer, segment_bytes)
         self._template, self._control_tokens_in_text = chat_template, control_tokens_in_text
         self._recent: OrderedDict[bytes, tuple[RequestFeatures, EncodedPrompt | None]] = OrderedDict()
         self._held = 0
@@ -114,14 +117,14 @@ class FeatureReader:
         data = _loaded(body, cut)
         if not isinstance(data, dict):
             raise TypeError("not an object")
-        prompts = await self._prompts(data)
+        asked = data.get("cache_salt")
+        salt = self._salts.salt(key, asked if isinstance(asked, str) else None)
+        prompts = await self._prompts(data, salt)
         lengths = [prompt.length for prompt in prompts]
         if not sum(lengths):
             return RequestFeatures(whole // BYTES_PER_TOKEN), None
         # Pages are looked up for the first prompt only: the others of one request mostly share what it shares.
         first = prompts[0]
-        asked = data.get("cache_salt")
-        salt = self._salts.salt(key, asked if isinstance(asked, str) else None)
         features = RequestFeatures(sum(lengths), first, min(_rows(data) * len(prompts), MOST_ROWS), salt)
         if cut:
             # The last word was cut: it may be other tokens in the whole text.
@@ -132,9 +135,9 @@ class FeatureReader:
         alone = len(prompts) == 1 and first.length >= HAND_OVER_TOKENS and not cut
         return features, EncodedPrompt(first.digest, first.packed) if alone and first.digest else None
 
-    async def _prompts(self, data: Mapping[str, Any]) -> list[_Encoded]:
+    async def _prompts(self, data: Mapping[str, Any], salt: bytes) -> list[_Encoded]:
         if "messages" in data or "input" in data:
-            return [await self._chat(as_chat(data))]
+            return [await self._chat(as_chat(data), salt)]
         prompt = data.get("prompt")
         if isinstance(prompt, str):
             prompt = [prompt]
@@ -144,11 +147,11 @@ class FeatureReader:
             return [_Encoded(pack_tokens(prompt))]
         special = data.get("add_special_tokens") is not False
         return [
-            _Encoded(pack_tokens(item)) if isinstance(item, list) else await self._encode(item, special)
+            _Encoded(pack_tokens(item)) if isinstance(item, list) else await self._encode(item, special, salt)
             for item in prompt
         ]
 
-    async def _chat(self, data: Mapping[str, Any]) -> _Encoded:
+    async def _chat(self, data: Mapping[str, Any], salt: bytes) -> _Encoded:
         if self._tokenizer is None:
             raise TypeError("no tokenizer")
         given, extra = data["messages"], data.get("chat_template_kwargs") or {}
@@ -173,13 +176,17 @@ class FeatureReader:
             control_tokens_in_text=self._control_tokens_in_text,
         )
         text = await (aside if len(messages) > INLINE_MESSAGES else at_once)(render)
-        return await self._encode(text, data.get("add_special_tokens") is True)
+        return await self._encode(text, data.get("add_special_tokens") is True, salt)
 
-    async def _encode(self, text: Any, special: bool) -> _Encoded:
-        if self._tokenizer is None or not isinstance(text, str):
+    async def _encode(self, text: Any, special: bool, salt: bytes) -> _Encoded:
+        if self._tokenizer is None or self._segments is None or not isinstance(text, str):
             raise TypeError("no tokenizer, or no text")
-        ids = await self._tokenizer.encode_async(text, special)
-        return _Encoded(pack_tokens(ids), text_digest(text, special) if len(ids) >= HAND_OVER_TOKENS else b"")
+        if special:  # what a tokenizer adds stands around the whole text
+            packed = pack_tokens(await self._tokenizer.encode_async(text, True))
+        else:
+            packed = await self._segments.encode(text, salt)
+        long = len(packed) >= HAND_OVER_TOKENS * TOKEN_BYTES
+        return _Encoded(packed, text_digest(text, special) if long else b"")
 
 
 class _Encoded(Prompt):

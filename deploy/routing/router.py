@@ -10,6 +10,7 @@ among replicas by itself.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import time
@@ -135,6 +136,9 @@ class IngressRouter:
         self._engine._init()
         self._prompts = engine.options(method_name=TAKE_PROMPT)
         self._handing = True
+        # As in a replica: the collector need not look again and again through what stays.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application that Serve mounts."""

@@ -30,8 +30,8 @@ class ControlTokens:
         added = backend.get_added_tokens_decoder().values()
         texts = [(token.content, token.special) for token in added]
         tokens = [token for token, special in texts if len(token) > 1 and (special or _CONTROL.fullmatch(token))]
-        self._all = _pattern(tokens)
-        self._in_answers = _pattern([token for token in tokens if token not in _THINKING])
+        self._all = beginnings(tokens)
+        self._in_answers = beginnings([token for token in tokens if token not in _THINKING])
 
     def broken(self, value: Any) -> Any:
         """A value of JSON, every control token in its strings broken; names of fields, too."""
@@ -48,8 +48,9 @@ class ControlTokens:
         return made
 
 
-def _pattern(tokens: list[str]) -> re.Pattern[str] | None:
-    """Finds the first character of each of `tokens`, others' beginnings inside of them, too."""
+def beginnings(tokens: list[str]) -> re.Pattern[str] | None:
+    """Return a pattern that finds the first character of each of `tokens`, others' beginnings inside of them, too; None
+    for no tokens."""
     if not tokens:
         return None
     after: dict[str, list[str]] = {}

@@ -16,6 +16,7 @@ from deploy.text.effort import EFFORT, KEEPERS, SWITCHES, KnownThinking, Thinkin
 from deploy.text.encoders import Encoder, encoder_of
 from deploy.text.kimi_chat import DECLARATIONS, is_of_kimi, sorted_by_name, with_own_ids
 from deploy.text.mending import without_halves
+from deploy.text.segments import Cuts
 from deploy.text.stop import StopMatcher
 from deploy.text.template_variables import RESERVED_TEMPLATE_NAMES, read_variables
 from deploy.text.tool_template import ToolTemplate
@@ -62,6 +63,7 @@ class Tokenizer:
         for token, index in vocabulary.items():
             self._tokens[index] = token
         self._control_tokens = ControlTokens(self._backend)
+        self.cuts = Cuts(self._backend)
         self._tool_templates: dict[str | None, ToolTemplate] = {}
         self._separators: dict[str | None, dict[str, str]] = {}
         self._known_thinking: dict[str, KnownThinking] = {}

@@ -28,7 +28,7 @@ from starlette.types import Receive
 from deploy.api.http.draws import Draws
 from deploy.api.http.errors import ApiError, invalid, not_valid
 from deploy.config.api import ApiConfig
-from deploy.text.lane import SMALL, Lanes, Worker
+from deploy.text.lane import SMALL, Lanes, Worker, at_once
 from deploy.text.mending import with_whole_escapes
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -42,6 +42,10 @@ SLICE = 64 * 1024
 """Bytes that are looked at in one go, for at most a few milliseconds."""
 BODY: Final = "latentserve.body"
 """Key of the body in a request's scope. It is kept there where the key is there already."""
+BYTES_PER_VALUE = 64
+"""Bytes of mixed JSON that are as much work as one value of it."""
+PLAIN = 4
+"""Times as many bytes are as much work where they are long strings, as texts of chats."""
 _STEPS = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
@@ -90,10 +94,10 @@ def check_type(request: HttpRequest) -> None:
         )
 
 
-async def read_body(request: HttpRequest, config: ApiConfig, account: Account) -> bytes:
-    """The whole body, which `account` holds. BodyTooLarge as soon as it is known to exceed `max_body_bytes`; 400 as
-    soon as it is known to hold more values than one may; 503 where there is no memory for it; 408 where it takes longer
-    than `body_timeout_s` to arrive."""
+async def read_body(request: HttpRequest, config: ApiConfig, account: Account) -> tuple[bytes, int]:
+    """The whole body, which `account` holds, and how many values it has, or a few more. BodyTooLarge as soon as it is
+    known to exceed `max_body_bytes`; 400 as soon as it is known to hold more values than one may; 503 where there is no
+    memory for it; 408 where it takes longer than `body_timeout_s` to arrive."""
     check_type(request)
     limit = config.max_body_bytes
     declared = request.headers.get("content-length", "")
@@ -113,7 +117,7 @@ async def read_body(request: HttpRequest, config: ApiConfig, account: Account) -
         ) from None
 
 
-async def _receive(request: HttpRequest, config: ApiConfig, account: Account) -> bytes:
+async def _receive(request: HttpRequest, config: ApiConfig, account: Account) -> tuple[bytes, int]:
     scanner, limit = JsonScanner(config), config.max_body_bytes
     parts: list[bytes] = []
     size = 0
@@ -138,7 +142,7 @@ async def _receive(request: HttpRequest, config: ApiConfig, account: Account) ->
             raise
         parts.append(part)
         if not more:
-            return b"".join(parts)
+            return b"".join(parts), scanner.values
 
 
 async def _scan(scanner: JsonScanner, part: bytes) -> None:
@@ -289,6 +293,13 @@ def too_many(what: str, most: int, setting: str) -> ApiError:
     )
 
 
+def _size_of_work(length: int, values: int) -> int:
+    """The size, as lanes have it, of the work on a body of `length` bytes that holds about `values` values. Values are
+    what takes time: as many bytes of the shortest messages take many times as long as one long message."""
+    estimated = length // PLAIN + values * BYTES_PER_VALUE
+    return min(length, estimated) if estimated <= SMALL else max(length, SMALL + 1)
+
+
 class Budget:
     """Bytes that may be held at one time. Several requests of one API key may together hold as many as they leave free,
     so that some are left for other keys, however much one sends."""
@@ -357,18 +368,18 @@ class Intake:
         What it raises: see `read_body`."""
         key = request.scope.get("latentserve.key", "")
         with self._budget.account(key) as account:
-            raw = await read_body(request, self._config, account)
+            raw, values = await read_body(request, self._config, account)
             if BODY in request.scope:
                 request.scope[BODY] = raw
-            async with self._lanes.turn(len(raw), key) as work:
-                if len(raw) > SMALL and await request.is_disconnected():
+            async with self._lanes.turn(_size_of_work(len(raw), values), key) as work:
+                if work is not at_once and await request.is_disconnected():
                     raise ClientDisconnected
                 yield Incoming(raw, work, key, request.scope["latentserve.draws"])
 
     @asynccontextmanager
     async def with_more(self, incoming: Incoming, size: int) -> AsyncIterator[Incoming]:
         """The turn for a body to whose work `size` bytes come that the server has already."""
-        if len(incoming.raw) > SMALL:  # it is worked on aside as it is
+        if incoming.work is not at_once:  # it is worked on aside as it is
             yield incoming
             return
         async with self._lanes.turn(len(incoming.raw) + size, incoming.key) as work:
