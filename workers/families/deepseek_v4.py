@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
@@ -209,6 +210,7 @@ class DeepseekV4(Family):
         if values.get("expert_dtype") == "fp4":
             of_experts = "I8"
 
+        @cache  # every format asks for every matrix
         def dtype_of(name: str) -> str | None:
             scales = next((suffix for suffix in (FP8_SCALES, MX_SCALES) if name.endswith(f".weight{suffix}")), "")
             of = name.removesuffix(scales)

@@ -63,6 +63,7 @@ class WeightSource(ABC):
         """Formats in which the matrices so far are kept."""
         self._told: set[str] = set()
         self._experts: list[Weight] = []
+        self._stored_formats: dict[str, Format] = {}
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised memory for a tensor. The caller writes to it by the methods here alone: a source that has the
@@ -125,8 +126,10 @@ class WeightSource(ABC):
         return self.stored(name) not in self._own
 
     def stored_format(self, name: str) -> Format:
-        """Return the checkpoint's format of matrix `name`."""
-        return stored_format(self.stored(name), self._dtype_of)
+        """Return the checkpoint's format of matrix `name`. Every matrix of an expert is asked for twice."""
+        if (found := self._stored_formats.get(name)) is None:
+            found = self._stored_formats[name] = stored_format(self.stored(name), self._dtype_of)
+        return found
 
     def has(self, name: str) -> bool:
         """Whether tensor `name` is known to be in the checkpoint; not known without its files."""
