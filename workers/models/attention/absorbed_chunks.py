@@ -120,12 +120,13 @@ class ChunkRows(Geometry):
         pieces = most_pieces(self.page_RP.shape[1], self.shards)
         pieces = 1 << (pieces - 1).bit_length()
         step = max(1, min(ROWS, PIECES // pieces))
+        turns = [slice(begin, begin + step) for begin in range(0, self.length_R.shape[0], step)]
         return [
             (
-                slice(begin * self.width, (begin + step) * self.width),
-                DecodeBatch(_aligned(self.length_R[begin : begin + step]), _aligned(self.page_RP[begin : begin + step])),
+                slice(turn.start * self.width, turn.stop * self.width),
+                DecodeBatch(_aligned(self.length_R[turn]), _aligned(self.page_RP[turn])),
             )
-            for begin in range(0, self.length_R.shape[0], step)
+            for turn in turns
         ]
 
 
