@@ -31,8 +31,14 @@ from kernels.strands import FINEST, STRANDS
 def schedule(
     length_R: Tensor, page_RP: Tensor, workspace: Workspace, *, first: int = 0, dependent: bool = False
 ) -> None:
-    """Deal the rows' cache to the CTAs. Valid for every layer of a step: until a length or a page table changes."""
+    """Deal the rows' cache to the CTAs. Valid for every layer of a step: until a length or a page table changes.
+    ValueError in invariant mode for a `first` behind the first piece: pieces are counted from the first page."""
     shape, tiling = workspace.shape, workspace.tiling
+    if shape.invariant and first >= tiling.unit:
+        raise ValueError(
+            f"first = {first}: in invariant mode only entries of a row's first {tiling.unit} can be left out; plan "
+            "without invariant mode, or leave out fewer"
+        )
     ctas = 32 if shape.rows <= 128 else 8
     kernel.schedule_splits[(triton.cdiv(tiling.ctas, ctas),)](
         length_R,

@@ -168,6 +168,18 @@ def test_shards_have_the_bits_of_one_in_invariant_mode(triton: bool) -> None:
         assert all(torch.equal(mine, one) for mine, one in zip(found, want, strict=True))
 
 
+def test_shards_have_the_bits_of_one_behind_all_fine_rounds() -> None:
+    """Of FP8 entries, with pieces of all three sizes. A planted fault that this finds: as many fine rounds on a shard
+    as a whole row has, each of as many stretches."""
+    case = Case([16_897, 300], 2, 2, 16, 16, torch.float32, first=1, invariant=True, fp8=True)
+    with_pieces_in_turns(case, 4)
+    tiling = portable_tiling(case.shape, 3, fp8=True)
+    want = run_invariant_shards(case, tiling, 1)
+    case.compare()
+    found = run_invariant_shards(case, tiling, 4)
+    assert all(torch.equal(mine, one) for mine, one in zip(found, want, strict=True))
+
+
 def reference_shards(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As `run_invariant_shards`, in plain torch."""
     t, parts = case.tensors, []

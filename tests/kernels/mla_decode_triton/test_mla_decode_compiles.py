@@ -78,6 +78,25 @@ def test_invariant_mode_of_shards(shards: int, fp8: bool) -> None:
     assert not re.search(r"\b(add|mul)\.f32", ptx)
 
 
+@pytest.mark.parametrize("shards", [1, 8])
+def test_the_merge_of_invariant_mode_is_launched_dependently(shards: int) -> None:
+    """It reads pieces behind its wait, past L1, and lets the kernel behind start only then: that one may read what was
+    written before the attention. What it reads before is the plan."""
+    case = hopper_case(4, 2, 16, invariant=True)
+    tiling = hopper_tiling(case.shape, PROCESSORS, own=shards > 1)
+    kernel = compiled(case, tiling, True, own=shards > 1, shards=shards)["merge_strands"]
+    before, behind = kernel.asm["ptx"].split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in behind
+    assert "griddepcontrol.launch_dependents" not in before
+    assert len(re.findall(r"ld\.global", before)) == 2
+    loads = re.findall(r"ld\.global\S*", behind)
+    assert loads
+    assert all(".cg" in load for load in loads)
+    plain = compiled(case, tiling, own=shards > 1, shards=shards)["merge_strands"]
+    assert not resources(plain).waits
+    assert not resources(plain).releases
+
+
 def hopper_case(rows: int, width: int, heads: int, invariant: bool = False, fp8: bool = False) -> Case:
     return Case([70] * rows, width, heads, 512, 64, torch.bfloat16, invariant=invariant, fp8=fp8)
 

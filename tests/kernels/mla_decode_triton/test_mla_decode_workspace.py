@@ -5,7 +5,7 @@ import torch
 from decode_case import Case
 
 from kernels.mla_decode import launch
-from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, wide_fp8_tiling
+from kernels.mla_decode.schedule import DecodeShape, Workspace, hopper_tiling, portable_tiling, wide_fp8_tiling
 from kernels.own_entries import OwnEntries
 
 
@@ -85,3 +85,11 @@ def test_wide_blocks_of_fp8_entries_are_refused_where_they_would_write_wrong_res
     tensors = t["q"], t["cache"], t["table"], t["length"], t["out"], t["lse"]
     with pytest.raises(ValueError, match=why):
         launch.attend(*tensors, case.workspace(wide_fp8_tiling(case.shape, 3)), scale=case.scale, own=part)
+
+
+def test_pieces_of_invariant_mode_begin_with_the_row() -> None:
+    """Entries that are left out may be of the first piece alone: those behind would be merged with the wrong ones."""
+    case = Case([700], 1, 4, 64, 16, invariant=True)
+    t, workspace = case.tensors, case.workspace(portable_tiling(case.shape, 3))
+    with pytest.raises(ValueError, match=r"first = 128: .* only entries of a row's first 128 can be left out"):
+        launch.schedule(t["length"], t["table"], workspace, first=128)

@@ -1,5 +1,7 @@
 """Compilation for Hopper of the sums and products of invariant mode, at the sizes of published models."""
 
+import re
+
 import pytest
 import torch
 
@@ -25,6 +27,25 @@ def test_ordered_sum(model: str, count: int) -> None:
     assert len({kernel.hash for kernel in compiled}) == 2, "one kernel serves every number of tokens"
     for kernel in compiled[:2]:
         resources(kernel).check(registers=128)
+
+
+def test_a_sum_that_is_launched_dependently() -> None:
+    """It reads parts behind its wait, past L1, and lets the kernel behind start only then."""
+    with compile_only() as compiled:
+        for dependent in (False, True):
+            part = torch.empty(17, 8, 7168).transpose(0, 1)
+            launch_ordered_sum(part, torch.empty(17, 7168, dtype=torch.bfloat16), dependent=dependent)
+    plain, dependently = compiled
+    assert not resources(plain).waits
+    assert not resources(plain).releases
+    resources(dependently).check(registers=128)
+    before, behind = dependently.asm["ptx"].split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in behind
+    assert "griddepcontrol.launch_dependents" not in before
+    assert "ld.global" not in before
+    loads = re.findall(r"ld\.global\S*", behind)
+    assert loads
+    assert all(".cg" in load for load in loads)
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

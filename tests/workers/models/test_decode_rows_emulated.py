@@ -194,11 +194,14 @@ def test_a_sink_is_added_behind_the_merge_of_all_pieces() -> None:
     assert float((without - with_sink)[LIVE].norm() / with_sink[LIVE].norm()) > 0.1
 
 
-def of_roped_queries(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: bool) -> Tensor:
+def of_roped_queries(
+    dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], fp8: bool, invariant: bool = False
+) -> Tensor:
     """Attention of a mixed step's decode rows, whose queries are roped and whose entries are in the cache."""
     model = random_model(SMALL, dtype, CPU, fp8_cache=fp8)
     _, batch, cache = decode_step(model, LENGTHS, 1)
     heads, scratch = model.layers[0].attention.heads, Scratch(CPU, torch.full((1 << 20,), 255, dtype=torch.uint8))
+    heads = replace(heads, invariant=invariant)
     shape = len(LENGTHS), heads.count
     q_THD = torch.randn(*shape, heads.nope + heads.rope, generator=torch.Generator().manual_seed(7)).bfloat16()
     memory = decode_rows.DecodeMemory.of(heads, len(LENGTHS), 1, scratch)
@@ -210,10 +213,21 @@ def of_roped_queries(dtype: torch.dtype, plan: Callable[[Model, Batch], Batch], 
     return out_THV.float()
 
 
+def absorb_alone(*tensors: Tensor, invariant: bool, dependent: bool) -> None:
+    """Call what `kernels.head_linear.absorb` calls, on tensors of a CPU."""
+    q_THD, weight_HNL, out_THC = tensors
+    if not invariant:
+        heads.absorb(*tensors, dependent=dependent)
+        return
+    nope, latent = weight_HNL.shape[1:]
+    parts = q_THD[..., :nope], weight_HNL.transpose(1, 2), out_THC[..., :latent]
+    products.tiled(*parts, invariant=True, behind=q_THD.shape[2] - nope, dependent=dependent)
+
+
 def check_roped(fp8: bool = False, **how: Any) -> list[str]:
     want = of_roped_queries(torch.float32, lambda model, batch: batch, fp8)
     with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
-        patch.setattr(decode_rows, "absorb_roped", heads.absorb)
+        patch.setattr(decode_rows, "absorb_roped", absorb_alone)
         patch.setattr(decode_rows, "launches_dependently", lambda device: True)
         got = of_roped_queries(torch.bfloat16, planned, fp8)
     assert got[~LIVE].eq(0).all()
@@ -224,6 +238,59 @@ def check_roped(fp8: bool = False, **how: Any) -> list[str]:
 @pytest.mark.parametrize(("seed", "fp8"), [(0, False), pytest.param(1, False, marks=pytest.mark.soak), (2, True)])
 def test_attention_of_roped_queries_is_right_and_in_order(seed: int, fp8: bool) -> None:
     assert check_roped(fp8, seed=seed) == ["schedule_splits"] + 2 * ["absorb", "attend_narrow", "merge_tile"]
+
+
+def planned_invariant(model: Model, batch: Batch) -> Batch:
+    assert batch.decode is not None
+    own, page_RP = model.layers[0].attention, batch.decode.page_RP
+    sizes = len(LENGTHS), 1, own.heads.count, own.heads.latent, own.heads.rope, page_RP.shape[1]
+    shape = DecodeShape(*sizes, invariant=True)
+    tiling = hopper_tiling(shape, 12)
+    assert tiling.path == "wide"
+    buffer = torch.full((Workspace.bytes(shape, tiling, torch.bfloat16),), 255, dtype=torch.uint8)
+    workspace = Workspace.over(buffer, shape, tiling, torch.bfloat16)
+    attention_launch.schedule(batch.decode.length_R, page_RP, workspace)
+    return replace(batch, decode=replace(batch.decode, workspace=workspace))
+
+
+def attend_and_merge(
+    *tensors: Tensor, scale: float, first: int, workspace: Workspace, invariant: bool, dependent: bool
+) -> None:
+    """Call what `mla_decode` calls, on tensors of a CPU."""
+    assert invariant
+    attention_launch.attend(*tensors, workspace, scale=scale, first=first, dependent=dependent)
+    attention_launch.merge(*tensors[-2:], workspace, dependent=dependent)
+
+
+def up_invariant(
+    x_THN: Tensor, weight_HNL: Tensor, out_THL: Tensor, *, invariant: bool, dependent: bool = False
+) -> None:
+    products.tiled(x_THN, weight_HNL.transpose(1, 2), out_THL, invariant=invariant, dependent=dependent)
+
+
+def check_invariant(**how: Any) -> list[str]:
+    want = of_roped_queries(torch.float32, lambda model, batch: batch, False)
+    with pytest.MonkeyPatch.context() as patch, emulated(consecutive=True, fences=False, **how) as launches:
+        patch.setattr(decode_rows, "absorb_roped", absorb_alone)
+        patch.setattr(decode_rows, "mla_decode", attend_and_merge)
+        patch.setattr(decode_rows, "head_linear", up_invariant)
+        patch.setattr(decode_rows, "launches_dependently", lambda device: True)
+        got = of_roped_queries(torch.bfloat16, planned_invariant, False, invariant=True)
+    assert got[~LIVE].eq(0).all()
+    assert float((got - want)[LIVE].norm() / want[LIVE].norm()) < 1e-2
+    return launches
+
+
+def test_attention_in_invariant_mode_is_right_and_in_order() -> None:
+    """Also where a row has several pieces; the first product lets attention start before its own wait."""
+    layer = ["tiled_linear", "attend_wide", "merge_strands", "tiled_linear"]
+    assert check_invariant(seed=0) == ["schedule_splits"] + 2 * layer
+
+
+@pytest.mark.parametrize("kernel", ["tiled_linear", "attend_wide", "merge_strands"])
+def test_planted_faults_in_invariant_mode_are_found(kernel: str) -> None:
+    with pytest.raises((Fault, Unordered)):
+        check_invariant(seed=0, edit=lambda ptx: edited(ptx, kernel, r"griddepcontrol\.wait;", ""))
 
 
 @pytest.mark.parametrize("kernel", ["attend_narrow", "merge_tile"])

@@ -34,6 +34,8 @@ PIECES: Final = 2048
 """Most partial results of `QUERIES` vectors at once: a few hundred MiB."""
 ROWS: Final = 512
 """Most rows at once: a program of the plan holds them all."""
+ALIGNMENT: Final = 16
+"""Bytes at whose multiples lengths and page tables begin: Triton compiles kernels anew for those that do not."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,20 @@ class ChunkRows(Geometry):
         pieces = most_pieces(self.page_RP.shape[1], self.shards)
         pieces = 1 << (pieces - 1).bit_length()
         step = max(1, min(ROWS, PIECES // pieces))
+        turns = [slice(begin, begin + step) for begin in range(0, self.length_R.shape[0], step)]
         return [
             (
-                slice(begin * self.width, (begin + step) * self.width),
-                DecodeBatch(self.length_R[begin : begin + step], self.page_RP[begin : begin + step]),
+                slice(turn.start * self.width, turn.stop * self.width),
+                DecodeBatch(_aligned(self.length_R[turn]), _aligned(self.page_RP[turn])),
             )
-            for begin in range(0, self.length_R.shape[0], step)
+            for turn in turns
         ]
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """A part of a tensor, or a copy where it does not begin at a multiple of `ALIGNMENT`: of very long contexts so few
+    rows are a part."""
+    return part.clone() if part.data_ptr() % ALIGNMENT else part
 
 
 @dataclass(frozen=True)
