@@ -162,8 +162,8 @@ def judge(found: list[Told]) -> None:
 
 
 ELSEWHERE = {"layer": (), "sparse": pytest.mark.soak}
-"""Marks of cases on one rank that are not of the longer lane. Entries of a sparse model in FP8 take every path that those
-of `sparse` take."""
+"""Marks of cases on one rank that are not of the longer lane. Entries of a sparse model in FP8 take every path that
+those of `sparse` take."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ELSEWHERE.get(name, pytest.mark.long)) for name in CASES])
