@@ -29,10 +29,10 @@ TILED_PROGRAMS: Final = {2: 4, 8: 1}
 """Programs of several tokens' products with weights of four bits, on a multiprocessor, by the pairs of a tile."""
 TILED_REGISTERS: Final = 128
 """Registers of a thread with which that many programs fit."""
-DOWN: Final = Product(8, 1024, 2, 2)
+DOWN: Final = Product(8, 2048, 2, 4)
 """The tile of a single token's `down` of weights in FP8 on Hopper: rows of a program, features of a step, steps whose
 weights are in registers (all but one of them on their way), warps."""
-DOWN_PROGRAMS: Final = 6
+DOWN_PROGRAMS: Final = 3
 """Programs of it on a multiprocessor, at least: registers are limited to what lets them fit."""
 REARRANGED: Final = 1024
 """Features of a program that brings tokens into another order."""
