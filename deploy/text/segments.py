@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from sys import getsizeof
 from typing import Any, Final, NamedTuple, Protocol
+from unicodedata import category
 
 from deploy.text.control_tokens import BREAK, beginnings
 from deploy.text.lane import aside, at_once
@@ -29,6 +30,8 @@ MOST_BYTES: Final = 64 * 1024 * 1024
 """Memory for segments and their ids."""
 _ENTRY_BYTES: Final = 400
 """What a segment takes besides its characters and ids."""
+_OF_WORDS: Final = ("L", "M", "N", "Pc", "Cf")
+"""Categories of the characters that words consist of, and a few more."""
 
 
 class Cuts:
@@ -41,13 +44,15 @@ class Cuts:
         within = "\0".join(tails)
         ends = {tail[begin:] for tail in tails for begin in range(len(tail))}
         bound = [token.content for token in tokens if token.lstrip or token.single_word or token.normalized]
+        words = any(token.single_word for token in tokens)
 
         def begins_a_segment(text: str) -> bool:
             """Whether the tokenizer separates what stands before `text`, whatever that is: no added token that begins
-            earlier reaches into it, and none that begins with it depends on what is around, or is looked for in
-            normalized text."""
+            earlier reaches into it, none that ends before it has to end a word, and none that begins with it depends on
+            what is around, or is looked for in normalized text."""
             reached = text in within or any(text[:length] in ends for length in range(1, len(text) + 1))
-            return not (reached or text[0].isspace() or any(other.startswith(text) for other in bound))
+            goes_on = words and category(text[0]).startswith(_OF_WORDS)
+            return not (reached or goes_on or text[0].isspace() or any(other.startswith(text) for other in bound))
 
         # Settings under which the ids of a text are not those of its parts.
         whole = backend.truncation or backend.padding or backend.encode_special_tokens

@@ -45,11 +45,17 @@ class ProvenBefore:
         """`root`: of what the model caches (`workers.rank.root.cache_root`), which has weights, config and versions in
         it. `context`: tokens of the longest request that fits. `tell` gets a line where the note cannot be had."""
         self._group, self._device, self._tell = group, device, tell or (lambda line: None)
+        self._file: Path | None = None
         world, settings = group.mesh.world, surroundings(config, device, "graphs_at_start", "selftest_buckets")
-        parts = root, context, world.rank, world.size, source_code(), *settings
-        folder = cache_folder()
-        name = blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-        self._file = None if folder is None else folder / FOLDER / name
+        if (folder := cache_folder()) is None:
+            return
+        try:
+            code = source_code()
+        except OSError as error:  # a file that went meanwhile, or a link that leads nowhere
+            self._tell(f"all graphs are captured before this replica serves: its code cannot be read: {error}")
+            return
+        parts = root, context, world.rank, world.size, code, *settings
+        self._file = folder / FOLDER / blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def take(self) -> bool:
         """Take the note away; return whether all ranks had theirs. Collective."""
@@ -82,7 +88,8 @@ class ProvenBefore:
 
 
 def source_code() -> str:
-    """Return a hash of the source code that computes: versions do not tell a working copy from the one before."""
+    """Return a hash of the source code that computes: versions do not tell a working copy from the one before. OSError
+    where it cannot be read."""
     found = blake2b(digest_size=16)
     for package in (kernels, workers):
         root = Path(package.__path__[0])

@@ -232,7 +232,8 @@ class Rank:
         """Where there is host memory behind the cache."""
         times.end("buffers")
         notes: list[Notes] = []
-        if wants_graphs and memory is None and config.selftest:
+        # The note is of the engine that serves: one that stands by passes beside it whatever that one comes to.
+        if wants_graphs and memory is None and config.selftest and not standing_by:
             identity = cache_root(config, model, dtype, device, weights.result())
             before = ProvenBefore(config, group, device, identity, context, progress)
             if before.take() and waiting == "auto":

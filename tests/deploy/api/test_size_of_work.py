@@ -20,11 +20,18 @@ def chat(messages: list[Any], **more: Any) -> bytes:
     return json.dumps({"model": "m", "messages": messages, **more}).encode()
 
 
+def call(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 BODIES = {
     "short": (chat([{"role": "user", "content": "hello"}]), True),
     "a chat of 8k tokens": (chat([{"role": "user", "content": WORDS}] * 18), True),
     "one long text": (chat([{"role": "user", "content": WORDS * 60}]), False),
     "many short messages": (chat([{"role": "user", "content": "x"}] * 400), False),
+    "a call of few arguments": (chat([call('{"a": 1}')]), True),
+    "a call of many arguments": (chat([call(json.dumps([[]] * 9000))]), False),
     "many lists": (chat([], chat_template_kwargs={"a": [[]] * 2000}), False),
 }
 

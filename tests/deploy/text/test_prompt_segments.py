@@ -30,6 +30,8 @@ ODD = [
     AddedToken("<|Norm|>", normalized=True),
     AddedToken("<|user|>s", special=True),
     AddedToken("<|eos|><|bos|>", special=True),
+    AddedToken("tok|>", special=True),
+    AddedToken("_tok|>", special=True),
 ]
 """Tokens before some of which a text must not be cut."""
 PIECES = [*SPECIAL, *(token.content for token in ODD), "<think>", "über", " ", "\n", "x", "word", "<", "|>", "s", BREAK]
@@ -127,6 +129,8 @@ def test_segments_have_the_ids_of_the_whole(kind: str) -> None:
     @given(st.lists(texts, min_size=1, max_size=4), st.sampled_from([b"", b"other"]))
     @example(["<|right|> <|blank|>x"], b"")
     @example(["x<|user|>x", "<|user|>x<|user|>x"], b"")
+    @example(["<|word|>tok|>"], b"")  # a token that is a word by itself is none before a letter
+    @example(["<|word|>_tok|>"], b"")
     def holds(turns: list[str], salt: bytes) -> None:
         for last in range(1, len(turns) + 1):  # a conversation that goes on
             text = "".join(turns[:last])

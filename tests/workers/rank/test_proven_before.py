@@ -14,6 +14,7 @@ from tests.workers.called_graphs import CalledGraph, call_graphs
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.graphs.graph_runner import GraphRunner
+from workers.memory.keeper import WeightKeeper
 from workers.parallel.group import Group
 from workers.protocol.captures import Waiting
 from workers.protocol.plan import SamplingParams
@@ -21,6 +22,7 @@ from workers.protocol.report import BucketReport, SelfTestReport
 from workers.rank import inherited_proof, proven_before
 from workers.rank.captures import CaptureFailedError, SelfTestFailedError
 from workers.rank.proven_before import FOLDER, ProvenBefore
+from workers.rank.role import Role
 from workers.scheduler import captures
 
 CPU = torch.device("cpu")
@@ -126,6 +128,31 @@ def test_behind_a_late_failure_all_are_proven_before_an_engine_serves(
     assert begins_with_few(engine(folder))
 
 
+def started(folder: Path, keeper: WeightKeeper, role: Role) -> InlineEngine:
+    """One of two engines of a replica."""
+    config = EngineConfig(
+        model=str(folder), device="cpu", max_rows=12, token_budget=160, cache_pages=60, max_context=200, width=2
+    )
+    return InlineEngine(config, CPU, keeper=keeper.path(), role=role)
+
+
+def test_an_engine_that_stands_by_leaves_the_note_to_the_one_that_serves(
+    folder: Path, made: list[CalledGraph], cache: Path
+) -> None:
+    """What it proves says nothing of how a start with few graphs beside it comes to its end."""
+    keeper = WeightKeeper()
+    try:
+        started(folder, keeper, "primary")
+        [note] = notes(cache)
+        started(folder, keeper, "standby")
+        assert notes(cache) == [note]
+        note.unlink()  # as while one with few graphs serves
+        started(folder, keeper, "standby")
+        assert not notes(cache)
+    finally:
+        keeper.close()
+
+
 def test_nothing_is_noted_where_nothing_is_proven(folder: Path, made: list[CalledGraph], cache: Path) -> None:
     for _ in range(2):
         assert not begins_with_few(engine(folder, selftest=False))
@@ -176,6 +203,22 @@ def test_a_note_is_of_one_source_code_alone(folder: Path, cache: Path, monkeypat
     assert not note_of(folder).take()
     (package / "code.py").write_text("x = 1\n")
     assert note_of(folder).take()
+
+
+def test_source_code_that_cannot_be_read_is_told_and_no_note_is_had(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a link by which an editor marks a file that somebody edits: it leads nowhere."""
+    package = cache / "package"
+    package.mkdir()
+    (package / ".#code.py").symlink_to("somebody@somewhere")
+    monkeypatch.setattr(proven_before.workers, "__path__", [str(package)])
+    told: list[str] = []
+    note = ProvenBefore(EngineConfig(model=str(folder)), Group(), CPU, b"root", 100, told.append)
+    note.note(report())
+    assert not note.take()
+    assert not notes(cache)
+    assert [line.split(":")[0] for line in told] == ["all graphs are captured before this replica serves"]
 
 
 def test_a_report_that_did_not_pass_takes_the_note_away(folder: Path, cache: Path) -> None:
