@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from msgspec.structs import replace
 from quantized_pairs import checkpoints as quantized_pair
 from triton.runtime import driver
@@ -125,7 +126,8 @@ class Start:
 
     def _runner(self, pages: int) -> Runner:
         config, model, device = self._config, self._model, torch.device("cpu")
-        cache = PagedCache.allocate(model.caches, pages, device, self._group.mesh.shards)
+        of_slots = model.rings(config.most_width), config.max_rows
+        cache = PagedCache.allocate(model.caches, pages, device, self._group.mesh.shards, *of_slots)
         pages_per_row = max_pages_per_row(self._context, config.most_width)
         sizes = (config.max_rows, config.most_width, pages_per_row, config.token_budget)
         return Runner(model, cache, *sizes, self._group, adaptive=config.width == "auto")
@@ -318,6 +320,21 @@ def test_sparse_attention_compiles_nothing_late(
     wide = {"attend_selected", "attend_selected_wide_fp8", "gather_context_kernel"}
     assert launched & wide == (wide if heads == 64 else {"attend_selected"} if cache == "auto" else set())
     assert ("attend_selected_fp8" in launched) == (cache == "fp8" and heads == 32)
+
+
+@pytest.mark.long
+def test_deepseek_v4_compiles_nothing_while_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the index heads of the published models."""
+    values, model = tiny_v4(index_n_heads=64, index_head_dim=128)
+    folder = write_v4(tmp_path, values, published_v4(model))
+    start = Start(monkeypatch, settings(str(folder), 1, max_context=300))
+    assert len(start.compiled()) > 30
+    runner = start.ready()
+    before = len(start.variants)
+    for plan in random_plans(runner, 96, seed=3):
+        runner.execute(asking_for_more(plan))
+    assert start.variants[before:] == []
+    assert {"attend", "score_pages", "route"} <= {kernel for kernel, _ in start.variants}
 
 
 def collectives(patch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
