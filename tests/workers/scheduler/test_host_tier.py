@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from dataclasses import replace
 
+import msgspec
 import pytest
 from replica import Replica
 from simulated_worker import alone
@@ -17,7 +18,8 @@ from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 from workers.protocol.prompt import page_keys, unpack_keys
 from workers.protocol.tiers import Moves, Pinned
-from workers.scheduler.host_tier import LOAD_S, HostTier
+from workers.scheduler.host_tier import LOAD_S, HostTier, Ticket
+from workers.scheduler.pages import RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry
 from workers.scheduler.sequence import Phase, Sequence, Tokens
@@ -58,7 +60,7 @@ def test_what_left_the_device_comes_back_from_host_memory() -> None:
     assert stats.host_pages_total == 100
 
 
-def test_host_memory_is_shared_among_requests_of_one_salt_alone() -> None:
+def of_one_salt() -> None:
     replica = tiered()
     first, second = tokens(600, seed=1), tokens(600, seed=2)
     assert [served(replica, f"first of {salt!r}", first, salt) for salt in (b"one", b"two")] == [0, 0]
@@ -70,6 +72,14 @@ def test_host_memory_is_shared_among_requests_of_one_salt_alone() -> None:
         assert replica.scheduler.stats().host_loaded_pages == 9 * number
         assert served(replica, f"of none, {number}", first) == (number - 1) * 9 * PAGE_TOKENS
     assert served(replica, "another salt", first, b"three") == 0
+
+
+def test_host_memory_is_shared_among_requests_of_one_salt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_one_salt()
+    # A planted fault: keys have no salt.
+    monkeypatch.setattr("workers.scheduler.scheduler.salted_root", lambda root, salt: root)
+    with pytest.raises(AssertionError):
+        of_one_salt()
 
 
 def test_pages_in_host_memory_whose_keys_have_one_low_half_are_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +109,7 @@ def test_few_pages_are_loaded_where_computing_them_takes_longer(token_s: float |
     assert replica.scheduler.stats().host_loaded_pages == loaded
 
 
-def test_a_second_asker_finds_loaded_pages_on_the_device() -> None:
+def asked_twice() -> None:
     replica = tiered()
     first = tokens(600, seed=1)
     served(replica, "a", first)
@@ -108,6 +118,21 @@ def test_a_second_asker_finds_loaded_pages_on_the_device() -> None:
     loaded = replica.scheduler.stats().host_loaded_pages
     assert served(replica, "d", first) == 9 * PAGE_TOKENS
     assert replica.scheduler.stats().host_loaded_pages == loaded
+
+
+def test_a_second_asker_finds_loaded_pages_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_twice()
+    # A planted fault: pages that were loaded are not registered.
+    honest = HostTier._loaded
+
+    def forgetful(self: HostTier, ticket: Ticket, row: RowPages) -> list[Sequence]:
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixCache, "register", lambda *arguments: None)
+            return honest(self, ticket, row)
+
+    monkeypatch.setattr(HostTier, "_loaded", forgetful)
+    with pytest.raises(AssertionError):
+        asked_twice()
 
 
 def test_askers_of_the_same_pages_wait_for_one_load() -> None:
@@ -336,7 +361,7 @@ def test_who_leaves_while_pages_are_loaded_loses_none(answered: int) -> None:
     assert replica.scheduler.stats().host_loaded_pages == 9
 
 
-def test_who_leaves_when_its_pages_are_there_gives_them_up() -> None:
+def leaves_when_its_pages_are_there() -> None:
     replica = tiered()
     loading(replica)
     replica.move()
@@ -348,7 +373,15 @@ def test_who_leaves_when_its_pages_are_there_gives_them_up() -> None:
     replica.check_rest()
 
 
-def test_a_lost_copy_costs_its_pages_and_never_a_token() -> None:
+def test_who_leaves_when_its_pages_are_there_gives_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves_when_its_pages_are_there()
+    # A planted fault: nobody gives up pages that it waited for.
+    monkeypatch.setattr(HostTier, "leave", lambda self, row: None)
+    with pytest.raises(AssertionError):
+        leaves_when_its_pages_are_there()
+
+
+def loses_a_copy() -> None:
     replica = tiered(ranks=2)
     first = loading(replica)
     replica.losses = 1.0
@@ -366,7 +399,16 @@ def test_a_lost_copy_costs_its_pages_and_never_a_token() -> None:
     assert served(replica, "f", first) == 9 * PAGE_TOKENS
 
 
-def test_a_save_that_fails_is_forgotten() -> None:
+def test_a_lost_copy_costs_its_pages_and_never_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    loses_a_copy()
+    # A planted fault: a copy that failed counts as loaded.
+    honest = HostTier.moved
+    monkeypatch.setattr(HostTier, "moved", lambda self, told: honest(self, msgspec.structs.replace(told, lost=False)))
+    with pytest.raises(AssertionError, match="prefix hit was never written"):
+        loses_a_copy()
+
+
+def fails_to_save() -> None:
     replica = tiered()
     replica.losses = 1.0
     first = tokens(600, seed=1)
@@ -374,6 +416,15 @@ def test_a_save_that_fails_is_forgotten() -> None:
     assert replica.scheduler.stats().host_pages == 0
     served(replica, "b", tokens(600, seed=2))
     assert served(replica, "c", first) == 0
+
+
+def test_a_save_that_fails_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_to_save()
+    # A planted fault: it counts as done.
+    honest = HostTier.moved
+    monkeypatch.setattr(HostTier, "moved", lambda self, told: honest(self, msgspec.structs.replace(told, lost=False)))
+    with pytest.raises(AssertionError):
+        fails_to_save()
 
 
 def test_host_memory_that_is_smaller_than_the_device_starves_nobody() -> None:
