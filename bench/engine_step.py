@@ -187,7 +187,7 @@ def compare(folder: Path, rows: int, steps: int, kernels: bool, invariant: bool)
     torch.cuda.empty_cache()
 
 
-def read_prompts(folder: Path, lengths: list[int], kernels: bool) -> None:
+def read_prompts(folder: Path, lengths: list[int], kernels: bool, invariant: bool) -> None:
     """Print the line of each length of a prompt."""
     longest = max(lengths) + 64
     config = EngineConfig(
@@ -200,6 +200,7 @@ def read_prompts(folder: Path, lengths: list[int], kernels: bool) -> None:
         cache_pages=2 * (longest // 64 + 2),
         prefix_cache=False,
         selftest=False,
+        invariant=invariant,
     )
     engine = Engine(config, 1)
     for tokens in lengths:
@@ -218,7 +219,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", help="numbers of tokens: time reading of prompts instead")
-    parser.add_argument("--invariant", action="store_true", help="rows in invariant mode")
+    parser.add_argument("--invariant", action="store_true", help="in invariant mode")
     parser.add_argument("--timeline", action="store_true", help="print what each kernel of a graph takes")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -228,7 +229,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         write_folder(values, form, Path(made))
         if given.prompts:
-            read_prompts(Path(made), [int(tokens) for tokens in given.prompts.split(",")], given.timeline)
+            lengths = [int(tokens) for tokens in given.prompts.split(",")]
+            read_prompts(Path(made), lengths, given.timeline, given.invariant)
             return
         for rows in given.rows.split(","):
             compare(Path(made), int(rows), given.steps, given.timeline, given.invariant)

@@ -99,6 +99,7 @@ class EncodedSegments:
     def __init__(self, tokenizer: Encodes, most_bytes: int = MOST_BYTES) -> None:
         """`most_bytes`: memory for what is remembered; 0 for nothing."""
         self._tokenizer, self._most, self._held = tokenizer, most_bytes, 0
+        self._cuts = tokenizer.cuts  # made here, and not while a first request waits
         self._known: OrderedDict[_Key, bytes] = OrderedDict()
 
     async def encode(self, text: str, salt: bytes) -> bytes:
@@ -117,7 +118,7 @@ class EncodedSegments:
         return b"".join([found[key] or b"" for key in keys])
 
     def _keys(self, text: str, salt: bytes) -> list[_Key]:
-        return [_Key(salt, segment) for part in text.split(BREAK) for segment in self._tokenizer.cuts.segments(part)]
+        return [_Key(salt, segment) for part in text.split(BREAK) for segment in self._cuts.segments(part)]
 
     def _remember(self, key: _Key, packed: bytes) -> None:
         if key in self._known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,6 @@ class Tokenizer:
         for token, index in vocabulary.items():
             self._tokens[index] = token
         self._control_tokens = ControlTokens(self._backend)
-        self.cuts = Cuts(self._backend)
         self._tool_templates: dict[str | None, ToolTemplate] = {}
         self._separators: dict[str | None, dict[str, str]] = {}
         self._known_thinking: dict[str, KnownThinking] = {}
@@ -83,6 +83,11 @@ class Tokenizer:
         """The tokenizer of a model folder, None if it holds none. ValueError when it cannot be read."""
         hf = load_tokenizer(Path(folder))
         return None if hf is None else cls(hf, encoder_of(Path(folder)))
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """Where texts may be cut. A router asks for it, and nobody else."""
+        return Cuts(self._backend)
 
     @property
     def writes_bytes(self) -> bool:

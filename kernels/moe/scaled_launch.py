@@ -122,66 +122,42 @@ def down_singly(
 ) -> None:
     """Down of weights in FP8, pair by pair, and the weighted sum, with what comes before it."""
     product, how = tiling.down, _in_bytes(matrix, tiling.stored[1])
+    before = out_TE if before_TE is None else before_TE
+    tensors = matrix.scales, id_TK, weight_TK, before, out_TE
+    sizes = {
+        "BEFORE_STRIDE": 0 if before_TE is None else before.stride(0),
+        "OUT_STRIDE": out_TE.stride(0),
+        "COLUMNS": shape.chosen,
+        "EXPERTS": shape.experts,
+        "K": shape.intermediate,
+        "FEATURES": shape.hidden,
+        "ADD": before_TE is not None,
+        "STORED": how,
+    }
     if is_hopper(matrix.device) and shape.dtype == torch.bfloat16:
-        _down_on_hopper(id_TK, weight_TK, matrix, out_TE, scratch, shape, how, dependent, before_TE)
+        from kernels.moe import scaled_down  # a machine without Hopper GPUs need not have Gluon
+
+        scaled_down.down[(shape.tokens * DOWN.blocks(shape.hidden),)](
+            scratch.act_YI.view(torch.int64),
+            matrix.data.view(torch.int32),
+            *tensors,
+            **sizes,
+            BLOCK=DOWN.block,
+            PIECES=min(DOWN.block_k, triton.next_power_of_2(shape.intermediate)) // 16,
+            AHEAD=DOWN.stages - 1,
+            WARPS=DOWN.warps,
+            maxnreg=min(255, 65536 // (DOWN_PROGRAMS * DOWN.warps * 32) // 8 * 8),
+            **_launched(DOWN, dependent),
+        )
         return
     scaled_single.down[(shape.tokens * product.blocks(shape.hidden),)](
         scratch.act_YI,
         matrix.data.view(torch.uint8),
-        matrix.scales,
-        id_TK,
-        weight_TK,
-        out_TE if before_TE is None else before_TE,
-        out_TE,
-        BEFORE_STRIDE=0 if before_TE is None else before_TE.stride(0),
-        OUT_STRIDE=out_TE.stride(0),
-        COLUMNS=shape.chosen,
-        EXPERTS=shape.experts,
-        K=shape.intermediate,
-        FEATURES=shape.hidden,
-        ADD=before_TE is not None,
-        STORED=how,
+        *tensors,
+        **sizes,
         BLOCK=product.block,
         BLOCK_K=product.block_k,
         **_launched(product, dependent),
-    )
-
-
-def _down_on_hopper(
-    id_TK: Tensor,
-    weight_TK: Tensor,
-    matrix: Scaled,
-    out_TE: Tensor,
-    scratch: Workspace,
-    shape: ExpertsShape,
-    how: Stored,
-    dependent: bool,
-    before_TE: Tensor | None,
-) -> None:
-    from kernels.moe import scaled_down  # a machine without Hopper GPUs need not have Gluon
-
-    scaled_down.down[(shape.tokens * DOWN.blocks(shape.hidden),)](
-        scratch.act_YI.view(torch.int64),
-        matrix.data.view(torch.int32),
-        matrix.scales,
-        id_TK,
-        weight_TK,
-        out_TE if before_TE is None else before_TE,
-        out_TE,
-        BEFORE_STRIDE=0 if before_TE is None else before_TE.stride(0),
-        OUT_STRIDE=out_TE.stride(0),
-        COLUMNS=shape.chosen,
-        EXPERTS=shape.experts,
-        K=shape.intermediate,
-        FEATURES=shape.hidden,
-        ADD=before_TE is not None,
-        STORED=how,
-        BLOCK=DOWN.block,
-        PIECES=min(DOWN.block_k, triton.next_power_of_2(shape.intermediate)) // 16,
-        AHEAD=DOWN.stages - 1,
-        WARPS=DOWN.warps,
-        maxnreg=min(255, 65536 // (DOWN_PROGRAMS * DOWN.warps * 32) // 8 * 8),
-        **_launched(DOWN, dependent),
     )
 
 

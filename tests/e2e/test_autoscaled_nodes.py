@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import psutil
 import pytest
 from autoscaled_nodes import ClusterOfNodesOnDemand, Nodes
 from served_application import Server, wait_gone
-from timed_client import Stream, client, stream, until
+from timed_client import Stream, client, how_far, stream, until
 
 from workers.config import DEMO_MODEL
 
@@ -137,11 +136,8 @@ async def test_a_burst_brings_a_node_and_no_stream_is_cut_when_it_goes(server: S
     over = asyncio.Event()
 
     def seen() -> str:
-        ended = Counter((each.replica, each.error or each.broken) for each in answered)
-        open_ones = [(each.replica, len(each.events)) for each in asked if not each.ended]
-        answers = f"answers by replica and error: {dict(ended)}; replica and events of those to come: {open_ones}"
         where = f"nodes {nodes(server)}, fronts {server.pids(FRONTS)}, ranks {server.pids(RANKS)}"
-        return f"{answers}\n{where}\n{everybody_says(server)}"
+        return f"{how_far(answered, asked)}\n{where}\n{everybody_says(server)}"
 
     async def keep_asking(http: httpx.AsyncClient) -> None:
         while not over.is_set() and all(each.done for each in answered):

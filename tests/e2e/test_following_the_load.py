@@ -3,13 +3,12 @@
 import asyncio
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
 from served_application import Server
-from timed_client import Stream, client, stream, until
+from timed_client import Stream, client, how_far, stream, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
@@ -59,9 +58,7 @@ async def test_a_burst_brings_a_replica_and_no_stream_is_cut_when_one_ends(serve
     over = asyncio.Event()
 
     def seen() -> str:
-        ended = Counter((each.replica, each.error or each.broken) for each in answered)
-        open_ones = [(each.replica, len(each.events)) for each in asked if not each.ended]
-        return f"answers by replica and error: {dict(ended)}; replica and events of those to come: {open_ones}"
+        return how_far(answered, asked)
 
     async def keep_asking(http: httpx.AsyncClient) -> None:
         while not over.is_set():

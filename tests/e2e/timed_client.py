@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,6 +43,13 @@ def client(timeout_s: float = 60.0) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=256, max_keepalive_connections=256, keepalive_expiry=None)
     # Without `verify=False` every client reads the certificates of the machine, which takes long.
     return httpx.AsyncClient(timeout=timeout_s, trust_env=False, limits=limits, verify=False)
+
+
+def how_far(answered: list[Stream], asked: list[Stream]) -> str:
+    """What a failure says of streams: how those `answered` ended, and where the others of those `asked` stand."""
+    ended = Counter((each.replica, each.error or each.broken) for each in answered)
+    open_ones = [(each.replica, len(each.events)) for each in asked if not each.ended]
+    return f"answers by replica and error: {dict(ended)}; replica and events of those to come: {open_ones}"
 
 
 async def stream(http: httpx.AsyncClient, url: str, result: Stream | None = None, **body: object) -> Stream:

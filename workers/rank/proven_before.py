@@ -10,7 +10,6 @@ start after one that failed, died or was ended on its way there proves everythin
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -80,7 +79,7 @@ class ProvenBefore:
                 self._file.unlink(missing_ok=True)
                 return
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            beside = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+            beside = self._file.with_name(f"{self._file.name}.new")  # one engine serves on a device
             beside.write_text(f"{report.summary()}\n")
             beside.replace(self._file)
         except OSError as error:

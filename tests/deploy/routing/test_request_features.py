@@ -174,6 +174,7 @@ class Slow:
     """A tokenizer that is always awaited, with a token for each character."""
 
     chat_template = None
+    cuts = None  # prompts of completions have special tokens around them, so they are not cut
 
     async def encode_async(self, text: str, special: bool) -> list[int]:
         for _ in range(3):
