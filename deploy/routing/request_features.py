@@ -38,7 +38,7 @@ from deploy.text.mending import with_whole_escapes
 from deploy.text.segments import MOST_BYTES, EncodedSegments
 from deploy.text.tokenizer import Tokenizer
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import PAGE_BYTES, TOKEN_BYTES, Prompt, pack_tokens
+from workers.protocol.request import PAGE_BYTES, TOKEN_BYTES, Prompt, pack_tokens
 
 BYTES_PER_TOKEN = 4
 """Bytes per token where nothing better is known."""

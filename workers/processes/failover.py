@@ -29,8 +29,8 @@ from workers.processes.client import EngineClient, tell
 from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo, RequestFailed
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
-from workers.protocol.prompt import pack_tokens, unpack_tokens
 from workers.protocol.report import SelfTestReport
+from workers.protocol.request import pack_tokens, unpack_tokens
 
 logger = logging.getLogger(__name__)
 

@@ -39,12 +39,11 @@ from workers.protocol.messages import (
     TakeOver,
     ToScheduler,
 )
-from workers.protocol.plan import StepPlan, StepResult
+from workers.protocol.plan import StepPlan, StepResult, token_buckets
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskFound, DiskMoved, Moved, Moves, Pinned
 from workers.recording.file import Recorder
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound, step_limit
-from workers.step.buckets import token_buckets
 
 logger = logging.getLogger(__name__)
 

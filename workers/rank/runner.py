@@ -23,7 +23,7 @@ from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
-from workers.protocol.prompt import TOKEN_BYTES
+from workers.protocol.request import TOKEN_BYTES
 from workers.protocol.scores import Scores
 from workers.rank.step_reads import step_reads
 from workers.rank.waiting import StepEnd, Waiting, kind_of

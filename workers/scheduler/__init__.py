@@ -6,7 +6,7 @@ acceptance (`speculation`), and what comes of results: gains, the watch over non
 (`results`).
 """
 
-from workers.protocol.prompt import page_keys
+from workers.protocol.request import page_keys
 from workers.scheduler.config import SchedulerConfig, max_entries_per_row, max_pages_per_row
 from workers.scheduler.results import Unsound
 from workers.scheduler.scheduler import Scheduler

@@ -26,7 +26,7 @@ from msgspec import structs
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import STEP_BUCKETS, Distribution, EngineStats, FinishReason, Request, RequestOutput
 from workers.protocol.plan import PrefillRow, SamplingParams, StepResult, TopLogprobs
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.protocol.scores import Scores
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.queue import Arrivals

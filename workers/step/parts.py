@@ -21,8 +21,7 @@ from workers.models.drafter import Drafter
 from workers.models.model import Model
 from workers.models.step_pass import StepPass
 from workers.parallel.group import Group
-from workers.protocol.plan import BatchLayout
-from workers.step.buckets import MOST_DENSE_ROWS, DecodeBuckets
+from workers.protocol.plan import MOST_DENSE_ROWS, BatchLayout, DecodeBuckets
 from workers.step.logprobs import Taken
 from workers.step.sampling import SamplingState
 from workers.step.slots import SlotState

@@ -38,7 +38,7 @@ from kernels.sampling import (
 from workers.memory.pinned import on_device
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
-from workers.protocol.sampling import TABLE
+from workers.protocol.request import TABLE
 from workers.step.logprobs import Logprobs, Taken
 
 _SEED_BITS = 64

@@ -14,7 +14,7 @@ from kernels.decode_state import SlotTensors, cache_slots
 from kernels.page import NULL_PAGE, WHOLE, Shards
 from workers.memory.pinned import on_device
 from workers.protocol.plan import Admission, PageGrant
-from workers.protocol.prompt import TOKEN_BYTES
+from workers.protocol.request import TOKEN_BYTES
 
 
 class SlotState:
@@ -111,7 +111,7 @@ class SlotState:
 
 
 def unpacked(packed: bytes) -> torch.Tensor:
-    """Token ids as `workers.protocol.prompt.pack_tokens` packs them, int32 on the host; ids from 2^31 on come out
+    """Token ids as `workers.protocol.request.pack_tokens` packs them, int32 on the host; ids from 2^31 on come out
     negative."""
     ids = array("i", packed)
     assert ids.itemsize == TOKEN_BYTES

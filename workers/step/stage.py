@@ -22,8 +22,7 @@ import torch
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch
 from workers.models.layer import PassBuffers, PassTensors
-from workers.protocol.plan import BatchLayout, TokenKey
-from workers.step.buckets import TokenBuckets
+from workers.protocol.plan import BatchLayout, TokenBuckets, TokenKey
 from workers.step.parts import StepParts
 
 TARGET, DRAFT = 0, 1

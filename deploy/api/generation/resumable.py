@@ -26,7 +26,7 @@ from deploy.api.http.errors import invalid
 from deploy.api.job.job import Branch, Job
 from workers.processes.mailbox import merge_outputs
 from workers.protocol.messages import Request, RequestOutput
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)")
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from deploy.text import segments
 from deploy.text.control_tokens import BREAK
 from deploy.text.segments import Cuts, EncodedSegments
-from workers.protocol.prompt import pack_tokens, unpack_tokens
+from workers.protocol.request import pack_tokens, unpack_tokens
 
 ODD = [
     AddedToken("<|left|>", lstrip=True, special=True),

@@ -32,9 +32,8 @@ from workers.memory.scratch import Scratch
 from workers.proof.decode_steps import SelfTest
 from workers.proof.segments import SegmentProof
 from workers.proof.tails import prove_tails
-from workers.protocol.plan import Admission, GraphKey
+from workers.protocol.plan import Admission, GraphKey, TokenBuckets
 from workers.protocol.report import BucketReport
-from workers.step.buckets import TokenBuckets
 from workers.step.parts import StepParts
 from workers.step.stage import Stage, Tail
 

@@ -18,8 +18,8 @@ from workers.memory.scratch import Scratch
 from workers.models.attention import sparse_rows
 from workers.proof.decode_steps import MOST_PAGES, Candidate, SelfTest
 from workers.proof.segments import MOST_CONTEXT, SegmentProof
+from workers.protocol.plan import DecodeBuckets
 from workers.protocol.report import BucketReport
-from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
 from workers.step.stage import Stage
