@@ -52,8 +52,7 @@ from workers.graphs.segments import CapturedStage, CapturedTail
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenBuckets
-from workers.step.mixed import MixedStep
-from workers.step.stage import Stage
+from workers.step.mixed import MixedStep, Stage
 
 REPEATS, TABLES = 20, 5
 """Steps that are timed whole, and by parts."""

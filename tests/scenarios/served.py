@@ -26,8 +26,8 @@ from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams, StepPlan, TokenBuckets
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 Place = tuple[str, bool]
 """Device, and whether steps are replayed."""

@@ -32,8 +32,8 @@ from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenBuckets, TokenKey, alike
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 NOT_YET = "not captured yet"
 """Reason for an eager step."""

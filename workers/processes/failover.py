@@ -25,8 +25,7 @@ from weakref import WeakSet
 from msgspec.structs import replace
 from typing_extensions import override
 
-from workers.processes.client import EngineClient, tell
-from workers.processes.mailbox import OutputMailbox
+from workers.processes.client import EngineClient, OutputMailbox, tell
 from workers.protocol.front import EngineFault, ModelInfo, RequestFailed
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.report import SelfTestReport

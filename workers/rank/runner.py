@@ -30,11 +30,9 @@ from workers.rank.waiting import StepEnd, Waiting, kind_of
 from workers.step.decode import DecodeStep
 from workers.step.logprobs import Taken
 from workers.step.masks import StepMasks
-from workers.step.mixed import MixedStep
-from workers.step.parts import StepOutput, StepParts
+from workers.step.mixed import MixedStep, Stage
+from workers.step.parts import SlotState, StepOutput, StepParts, unpacked
 from workers.step.sampling import SamplingFault, SamplingState
-from workers.step.slots import SlotState, unpacked
-from workers.step.stage import Stage
 
 
 class PlanError(ValueError):

@@ -35,8 +35,7 @@ from kernels.sampling import (
     sample_rows,
     sample_tokens,
 )
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
 from workers.protocol.request import TABLE
 from workers.step.logprobs import Logprobs, Taken

@@ -24,7 +24,7 @@ from deploy.api.generation.journaling import WritePiece
 from deploy.api.http.draws import Place, Resume, event_id
 from deploy.api.http.errors import invalid
 from deploy.api.job.job import Branch, Job
-from workers.processes.mailbox import merge_outputs
+from workers.processes.client import merge_outputs
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.request import Prompt
 

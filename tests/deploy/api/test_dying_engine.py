@@ -14,8 +14,8 @@ from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
+from workers.processes.client import OutputMailbox
 from workers.processes.failover import FailoverEngine
-from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 from workers.protocol.plan import TopLogprobs

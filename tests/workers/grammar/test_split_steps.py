@@ -19,7 +19,7 @@ from workers.memory.scratch import Scratch
 from workers.protocol.plan import BatchLayout, DecodeBuckets, GraphKey, StepPlan
 from workers.rank.runner import Runner
 from workers.step.decode import DecodeStep
-from workers.step.stage import Stage
+from workers.step.mixed import Stage
 
 
 class Again:

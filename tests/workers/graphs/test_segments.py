@@ -32,9 +32,8 @@ from workers.protocol.plan import (
     TokenKey,
 )
 from workers.scheduler import Unsound
-from workers.step.mixed import MixedStep
+from workers.step.mixed import MixedStep, Stage, Tail
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage, Tail
 
 POISON = 0xFF
 """Filled with it, a float is NaN and an id -1; with 0x7F, a float is nearly infinite and an id 2**63 and more."""

@@ -23,8 +23,8 @@ from workers.memory.scratch import Scratch
 from workers.models.segments import Segments
 from workers.protocol.plan import DecodeBuckets, token_buckets
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepParts
-from workers.step.stage import Stage
 
 ROWS, BUDGET = 3, 40
 

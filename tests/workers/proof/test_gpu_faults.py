@@ -34,8 +34,8 @@ from workers.proof.segments import SegmentProof
 from workers.proof.tails import prove_tails
 from workers.protocol.plan import Admission, GraphKey, TokenBuckets
 from workers.protocol.report import BucketReport
+from workers.step.mixed import Stage, Tail
 from workers.step.parts import StepParts
-from workers.step.stage import Stage, Tail
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -29,8 +29,7 @@ from kernels.gather_context import gather_context
 from kernels.merge_attention import merge_attention
 from kernels.mla_prefill import key_parts, mla_prefill, most_partial
 from kernels.page import PAGE_TOKENS
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.shards import SharedContext
 from workers.models.batch import PrefillBatch
