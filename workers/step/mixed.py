@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from kernels import decode_state
+from kernels.decode_state import accept_drafts
 from kernels.page import Shards
 from kernels.sampling import TokenMasks
-from kernels.verify import accept_drafts
 from workers.memory.scratch import Scratch, on_device
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.models.layer import PassBuffers, PassTensors

@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.latent_entry import rope_cache
 from kernels.own_entries import OwnEntries
 from kernels.rms_norm import AddNorm
-from kernels.rope_cache import rope_cache
 from kernels.runtime.dependent import launches_dependently
 from kernels.sigmoid_mul import sigmoid_mul
 from workers.cache.spec import CacheSpec, latent_spec
