@@ -26,13 +26,13 @@ from deploy.text.chat import (
     Content,
     content_of,
     is_begun,
+    readable,
     spoken,
     template_message,
     tools_of,
 )
 from deploy.text.effort import thinking_of
 from deploy.text.handed import HAND_OVER_TOKENS, EncodedPrompt, text_digest
-from deploy.text.in_words import readable
 from deploy.text.lane import aside, at_once
 from deploy.text.mending import with_whole_escapes
 from deploy.text.segments import MOST_BYTES, EncodedSegments

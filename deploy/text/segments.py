@@ -16,7 +16,7 @@ from sys import getsizeof
 from typing import Any, Final, NamedTuple, Protocol
 from unicodedata import category
 
-from deploy.text.control_tokens import BREAK, beginnings
+from deploy.text.chat import BREAK, beginnings
 from deploy.text.lane import aside, at_once
 from workers.protocol.request import pack_tokens
 

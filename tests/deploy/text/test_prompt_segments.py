@@ -14,7 +14,7 @@ from tiny_tokenizer import SPECIAL, backend
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from deploy.text import segments
-from deploy.text.control_tokens import BREAK
+from deploy.text.chat import BREAK
 from deploy.text.segments import Cuts, EncodedSegments
 from workers.protocol.request import pack_tokens, unpack_tokens
 
