@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deploy.routing.policy import InFlightAccounting, Load, RequestFeatures, cached_tokens, choose
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys, unpack_keys
+from workers.protocol.request import NO_ROOT, Prompt, pack_keys, unpack_keys
 from workers.protocol.tiers import Moved
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.host_tier import HostTier

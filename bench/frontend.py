@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
-from workers.processes.mailbox import OutputMailbox
+from workers.processes.client import OutputMailbox
 from workers.protocol.front import ModelInfo
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 

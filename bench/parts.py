@@ -21,9 +21,9 @@ from workers.models.feed_forward import MixtureOfExperts
 from workers.models.general import GeneralOps
 from workers.models.layer import DecoderLayer
 from workers.models.model import Model
+from workers.step.mixed import DRAFT, Stage
 from workers.step.parts import StepParts
 from workers.step.sampling import SamplingState
-from workers.step.stage import DRAFT, Stage
 
 Name = Callable[..., str | None]
 """The part that a call with these arguments is; None: it is none."""

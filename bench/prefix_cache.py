@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, check_of
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.disk_tier import FOUND_A_TURN, DiskTier

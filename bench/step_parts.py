@@ -51,10 +51,8 @@ from workers.graphs.record import no_garbage_collection
 from workers.graphs.segments import CapturedStage, CapturedTail
 from workers.memory.scratch import Scratch
 from workers.models.model import Model
-from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan
-from workers.step.buckets import TokenBuckets
-from workers.step.mixed import MixedStep
-from workers.step.stage import Stage
+from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenBuckets
+from workers.step.mixed import MixedStep, Stage
 
 REPEATS, TABLES = 20, 5
 """Steps that are timed whole, and by parts."""

@@ -100,7 +100,7 @@ class Agreement:
             time.sleep(PERIOD_S)
 
     def before(self, plain: Callable[..., None]) -> Callable[..., None]:
-        """`kernels.verify.accept_drafts` of targets that agree with drafts as often as the file says."""
+        """`kernels.decode_state.accept_drafts` of targets that agree with drafts as often as the file says."""
 
         def accept(target_DW: Tensor, draft_DX: Tensor, *args: Any, **more: Any) -> None:
             if draft_DX.numel():

@@ -4,7 +4,7 @@ residual streams at DeepSeek V4 Flash's.
 
     python bench/token_wise.py                                     # every kernel
     python bench/token_wise.py --only norm,merge --tokens 1,256
-    python bench/token_wise.py --only decode_state,verify --rows 1,64 --widths 1,2,4
+    python bench/token_wise.py --only decode_state,sample --rows 1,64 --widths 1,2,4
     python bench/token_wise.py --only add_to_streams --tokens 1,16,64,8192
 
 In a step these kernels find what the kernel before has just written, which is in the L2 cache while it fits there: "L2"

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from kernels import decode_state, few_experts, pending_norm
 from kernels import pending_norm as pending_reference
+from kernels.decode_state import accept_drafts_reference, launch_accept_drafts
 from kernels.few_experts import ChosenExperts
 from kernels.few_experts import launch as choice_launch
 from kernels.few_experts import reference as choice_reference
 from kernels.gather_context import gather_context_reference, launch_gather_context
 from kernels.head_linear import launch as head_launch
 from kernels.head_linear import rope_absorb_reference
-from kernels.latent_entry import rope_cache_reference
+from kernels.latent_entry import launch_rope_cache, rope_cache_reference
 from kernels.linear import MOST_STREAMED
 from kernels.linear.parts import MOST_TOKENS as MOST_IN_PARTS
 from kernels.linear.parts import Cut
@@ -39,11 +40,9 @@ from kernels.pending_norm import PendingNorm
 from kernels.residual_streams import StreamGates, StreamMemory, add_to_streams_reference
 from kernels.residual_streams.launch import StreamLaunches
 from kernels.rms_norm import AddNorm, add_rms_norm_reference, launch_add_rms_norm, launch_rms_norm, rms_norm_reference
-from kernels.rope_cache import launch_rope_cache
 from kernels.routing_rule import RoutingRule
 from kernels.runtime.hopper import is_hopper, multiprocessors
 from kernels.silu_mul import launch_silu_mul, silu_mul_reference
-from kernels.verify import accept_drafts_reference, launch_accept_drafts
 from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.general import MOST_DEPENDENT, ROUTER_PARTS
 
@@ -742,5 +741,5 @@ def accept(sizes: Sizes, rows: int, width: int) -> Call:
     def reference(t: Tensors) -> None:
         accept_drafts_reference(*arguments(t))
 
-    name, moved = "verify.accept_drafts", ("target", "fed", "accepted")
+    name, moved = "decode_state.accept_drafts", ("target", "fed", "accepted")
     return Call(name, f"{rows} x {width}", make, run, reference, moved, dependent=True)

@@ -46,9 +46,8 @@ from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout
 from workers.step.decode import DecodeStep
-from workers.step.parts import StepOutput, StepParts
+from workers.step.parts import SlotState, StepOutput, StepParts
 from workers.step.sampling import SamplingState
-from workers.step.slots import SlotState
 
 REPEATS, MEASUREMENTS = 100, 3
 MOST_DRAWS = 200

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from workers.protocol.sampling import TABLE
+from workers.protocol.request import TABLE
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 BLOCK = re.compile(r"(?<=^## Sampling parameters\n\n)(?:\|[^\n]*\n)*\n?", re.MULTILINE)

@@ -153,7 +153,7 @@ def test_no_file_imports_itself_in_a_circle() -> None:
         ("workers.weights.source", "from workers.channel import sockets", True),
         ("kernels.page", "import tests.support.hopper", True),
         ("workers.step.parts", "from workers.models.batch import Batch", False),
-        ("workers.step.parts", "from workers.step import slots", False),
+        ("workers.step.parts", "from workers.step import sampling", False),
         ("deploy.routing.router", "from deploy.api.http.errors import ApiError", True),
         ("deploy.api.job.job", "from deploy.api.generation.choice import Choice", True),
         ("deploy.api.anthropic.routes", "from deploy.api.openai.format import usage", True),

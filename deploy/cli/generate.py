@@ -55,8 +55,7 @@ def generate(
     from deploy.cli.local import engine_config, tokenizer_of
     from workers.processes.launch import LocalReplica
     from workers.protocol.messages import Request
-    from workers.protocol.sampling import SamplingParams
-    from workers.protocol.seeds import NO_SEED, sequence_seeds
+    from workers.protocol.request import NO_SEED, SamplingParams, sequence_seeds
 
     with reported():
         if (prompt is None) == (prompt_ids is None):

@@ -14,15 +14,14 @@ import typer
 
 from deploy.config.settings import Setting, settings_of
 from workers.config import EngineConfig
-from workers.protocol.sampling import TABLE, Row
-from workers.protocol.seeds import LEAST_SEED, MOST_SEED
+from workers.protocol.request import LEAST_SEED, MOST_SEED, TABLE, Row
 
 SAMPLING = "Sampling"
 
 Given = dict[str, Any]
 """Settings that the command line gives, by their dotted names. See `takes`."""
 Sampling = dict[str, Any]
-"""Values of all sampling parameters of `workers.protocol.sampling.TABLE`, by their names. See `takes`."""
+"""Values of all sampling parameters of `workers.protocol.request.TABLE`, by their names. See `takes`."""
 Command = Callable[..., None]
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 

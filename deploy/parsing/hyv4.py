@@ -14,9 +14,9 @@ from functools import cache
 
 from typing_extensions import override
 
+from deploy.parsing.answer import ReasoningFormat
 from deploy.parsing.call_grammar import AllowedTool, Tag, either, sequence, several, text, together, within_text
 from deploy.parsing.glm import GlmCalls
-from deploy.parsing.reasoning import ReasoningFormat
 from deploy.parsing.tagged_calls import CallTail
 
 _TAG = re.compile(r"<(?:think|tool_calls?|arg_key|arg_value)(:[^\s<>]+)?>")

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Final
+
+OPEN: Final = "<think>"
+CLOSE: Final = "</think>"
+"""The tags that most models write around their reasoning."""
 
 
 class Markers:

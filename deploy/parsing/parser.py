@@ -15,8 +15,7 @@ from typing import Any, ClassVar, Final, Protocol
 from typing_extensions import override
 
 from deploy.parsing.events import CallBegin, CallBroken, CallEnd, Content, Event
-from deploy.parsing.markers import Line, Markers, markers_of
-from deploy.parsing.reasoning import CLOSE
+from deploy.parsing.markers import CLOSE, Line, Markers, markers_of
 
 MOST_NAME: Final = 256
 """Characters of a tool's name, with what stands around it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+from deploy.parsing.answer import ReasoningFormat
 from deploy.parsing.call_grammar import AllowedTool, Tag
 from deploy.parsing.deepseek_calls import DeepSeekV3Calls, DeepSeekV31Calls
 from deploy.parsing.deepseek_v32 import DeepSeekV32Calls
@@ -12,10 +13,10 @@ from deploy.parsing.glm import GlmCalls
 from deploy.parsing.hermes import HermesCalls
 from deploy.parsing.hyv4 import calls_with, ending_of, reasoning_with
 from deploy.parsing.kimi_k2 import SECTION_BEGIN, KimiK2Calls
+from deploy.parsing.markers import CLOSE, OPEN
 from deploy.parsing.mistral import CLOSE as MISTRAL_CLOSE
 from deploy.parsing.mistral import MistralCalls
 from deploy.parsing.parser import CallParser, MakeId, Schemas
-from deploy.parsing.reasoning import CLOSE, OPEN, ReasoningFormat
 
 T = TypeVar("T")
 HYV4: Final = "hy_v4"

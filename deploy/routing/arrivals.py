@@ -22,7 +22,7 @@ from deploy.routing.pace import StepClock
 from deploy.routing.policy import DISK_TOKEN_COST, HOST_TOKEN_COST, OUT_OF_SERVICE_TOKENS, Load
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
-from workers.protocol.prompt import KEY_BYTES, NO_ROOT, pack_keys, unpack_keys
+from workers.protocol.request import KEY_BYTES, NO_ROOT, pack_keys, unpack_keys
 
 ROUTING_HEADER = "x-serve-router-ticket"
 """HAProxy drops client-supplied headers of this prefix."""

@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 from deploy.routing.common_beginnings import CommonBeginnings
 from deploy.routing.pace import StepTimes, paces
 from kernels.page import PAGE_TOKENS, pages_for
-from workers.protocol.prompt import NO_ROOT, PAGE_BYTES, REPORTED_BYTES, Prompt, salted_root
+from workers.protocol.request import NO_ROOT, PAGE_BYTES, REPORTED_BYTES, Prompt, salted_root
 
 REMEMBER_S = 10.0
 """Seconds a sent prefix counts as cached before the replica itself reports it."""

@@ -26,19 +26,19 @@ from deploy.text.chat import (
     Content,
     content_of,
     is_begun,
+    readable,
     spoken,
     template_message,
     tools_of,
 )
 from deploy.text.effort import thinking_of
 from deploy.text.handed import HAND_OVER_TOKENS, EncodedPrompt, text_digest
-from deploy.text.in_words import readable
 from deploy.text.lane import aside, at_once
 from deploy.text.mending import with_whole_escapes
 from deploy.text.segments import MOST_BYTES, EncodedSegments
 from deploy.text.tokenizer import Tokenizer
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import PAGE_BYTES, TOKEN_BYTES, Prompt, pack_tokens
+from workers.protocol.request import PAGE_BYTES, TOKEN_BYTES, Prompt, pack_tokens
 
 BYTES_PER_TOKEN = 4
 """Bytes per token where nothing better is known."""

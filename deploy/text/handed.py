@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from workers.protocol.prompt import Prompt, pack_tokens
+from workers.protocol.request import Prompt, pack_tokens
 
 HAND_OVER_TOKENS = 1024
 """Shorter prompts are encoded again: that takes no longer than to hand them over."""

@@ -16,9 +16,9 @@ from sys import getsizeof
 from typing import Any, Final, NamedTuple, Protocol
 from unicodedata import category
 
-from deploy.text.control_tokens import BREAK, beginnings
+from deploy.text.chat import BREAK, beginnings
 from deploy.text.lane import aside, at_once
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.request import pack_tokens
 
 LEAST_CHARS: Final = 256
 """Segments are not shorter than this, but for the last one of a text: looking one up takes time, too."""

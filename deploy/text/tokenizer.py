@@ -8,9 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deploy.text.chat import ChatTemplateError, speaks_of_tools, with_system_messages
+from deploy.text.chat import BREAK, ChatTemplateError, ControlTokens, speaks_of_tools, with_system_messages
 from deploy.text.content_parts import separators, with_joined_parts
-from deploy.text.control_tokens import BREAK, ControlTokens
 from deploy.text.deepseek_chat import with_tools_in_system_message
 from deploy.text.detok import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 from deploy.text.effort import EFFORT, KEEPERS, SWITCHES, KnownThinking, Thinking, tried
@@ -267,7 +266,7 @@ class Tokenizer:
         control_tokens_in_text: bool = False,
     ) -> str:
         """The prompt text of a chat, special tokens included; encode it without adding any. It holds breaks
-        (`deploy.text.control_tokens`) where messages, tools or variables spell a control token, unless
+        (`deploy.text.chat`) where messages, tools or variables spell a control token, unless
         `control_tokens_in_text`.
 
         `messages` and `tools`: as `deploy.text.chat` makes them. `template` overrides the folder's; it is told of

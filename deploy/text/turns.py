@@ -8,9 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from deploy.text.changed_tools import CHANGES, changed_tool
-from deploy.text.chat import Content, content_of, joined, reasoning_of, spoken
+from deploy.text.chat import (
+    BESIDE,
+    NOT_SHOWN,
+    Content,
+    content_of,
+    in_json,
+    joined,
+    reasoning_of,
+    result_of,
+    said,
+    spoken,
+    unknown,
+)
 from deploy.text.effort import EFFORT, EFFORTS, RANKED
-from deploy.text.in_words import BESIDE, NOT_SHOWN, in_json, result_of, said, unknown
 from deploy.text.response_tools import INPUT, qualified
 
 Messages = list[dict[str, Any]]

@@ -1,4 +1,5 @@
-"""The bookkeeping of a decode step on the device: where its tokens come from and go to, and what the next step finds.
+"""The bookkeeping of a decode step on the device: where its tokens come from and go to, how many of its drafts are
+accepted, and what the next step finds.
 
 State of every slot lives in tensors of S + 1 rows; the last row belongs to nobody. A slot of -1 marks a padded row: it
 feeds token 0 at position 0, writes into the null page, has length 0, and changes no state.
@@ -6,7 +7,16 @@ feeds token 0 at position 0, writes into the null page, has length 0, and change
 Page tables have global ids. Where ranks share out the cache (`shards`), the entry of a token is written by the owner of
 its page, at the local id; the others write it into their null page.
 
-Shape legend: S slots, R rows, W width, X = W - 1 drafts per row, T = R * W, P most pages of a row.
+A decode row feeds its last token and X drafts, and the target model's token is sampled at each of the W = X + 1
+positions. Draft i is accepted if all drafts before it are and it equals the target token at its position, the token
+that would have been sampled there without drafts. The row emits its target tokens 0 ... accepted.
+
+Noise is a function of the position alone, so the emitted tokens follow the target's distribution p whatever was
+drafted. A draft that is sampled with the same noise from q agrees with probability (1 - d) / (1 + d) or more, where d
+is the total variation distance of p and q: a Gumbel coupling (Daliri, Musco, Suresh, arXiv:2408.07978), not rejection
+sampling.
+
+Shape legend: S slots, R rows, D decode rows, W width, X = W - 1 drafts per row, T = R * W, P most pages of a row.
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ from torch import Tensor
 from kernels.decode_state import kernel
 from kernels.page import NULL_PAGE, PAGE_TOKENS, WHOLE, Shards
 
+_NO_LIMIT = 2**62
 _COLUMNS = 256
 """Page-table entries a program copies."""
 
@@ -76,6 +87,53 @@ def feed(
         feed_reference(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP, shards)
         return
     launch_feed(state, slot_R, token_RW, position_RW, cache_slot_RW, length_R, page_RP, shards)
+
+
+def accept_drafts(
+    target_DW: Tensor,
+    draft_DX: Tensor,
+    accepted_D: Tensor,
+    vocab: int | None = None,
+    fault_1: Tensor | None = None,
+    faults_1: Tensor | None = None,
+    *,
+    dependent: bool = False,
+) -> None:
+    """Write the number of leading drafts that are accepted, 0 ... X, to `accepted_D` (int64 [D]).
+
+    `target_DW`, `draft_DX`: int64 token ids. An id that is no token (below 0, or not below `vocab`) is never accepted,
+    even if both sides agree on it, and with `vocab` given adds 1 to `fault_1` (int64 [1]) wherever it occurs.
+    `faults_1` (int64 [1], goes with `fault_1`): what `fault_1` is then. `dependent`: programmatic dependent launch
+    (compute capability 9.0 and above), which is always safe.
+    """
+    rows, width = target_DW.shape
+    assert draft_DX.shape == (rows, width - 1)
+    assert accepted_D.shape == (rows,)
+    if target_DW.is_cuda:
+        launch_accept_drafts(target_DW, draft_DX, accepted_D, vocab, fault_1, faults_1, dependent=dependent)
+        return
+    accept_drafts_reference(target_DW, draft_DX, accepted_D, vocab, fault_1, faults_1)
+
+
+def accept_drafts_reference(
+    target_DW: Tensor,
+    draft_DX: Tensor,
+    accepted_D: Tensor,
+    vocab: int | None,
+    fault_1: Tensor | None,
+    faults_1: Tensor | None = None,
+) -> None:
+    """`accept_drafts` in plain torch."""
+    before_DX = target_DW[:, :-1]
+    accepted_DX = (draft_DX == before_DX) & (draft_DX >= 0)
+    if vocab is not None:
+        accepted_DX &= draft_DX < vocab
+        if fault_1 is not None:
+            tokens = torch.cat((target_DW, draft_DX), dim=1)
+            fault_1.add_(((tokens < 0) | (tokens >= vocab)).sum())
+            if faults_1 is not None:
+                faults_1.copy_(fault_1)
+    accepted_D.copy_(accepted_DX.to(torch.int64).cumprod(dim=1).sum(dim=1))
 
 
 def advance(
@@ -243,6 +301,45 @@ def launch_feed(
         SHARDS=shards.count,
         SHARD=shards.index,
         num_warps=1,
+    )
+
+
+def launch_accept_drafts(
+    target_DW: Tensor,
+    draft_DX: Tensor,
+    accepted_D: Tensor,
+    vocab: int | None,
+    fault_1: Tensor | None,
+    faults_1: Tensor | None = None,
+    *,
+    dependent: bool = False,
+) -> None:
+    """`accept_drafts` as a Triton kernel."""
+    rows, width = target_DW.shape
+    if not rows:
+        return
+    lanes = triton.next_power_of_2(width)
+    block = 128 // min(lanes, 128)
+    if faults_1 is not None:  # one program, which knows all faults
+        block = max(block, triton.next_power_of_2(rows))
+    kernel.accept_drafts_kernel[(triton.cdiv(rows, block),)](
+        target_DW,
+        draft_DX if width > 1 else target_DW,
+        accepted_D,
+        accepted_D if fault_1 is None else fault_1,
+        accepted_D if faults_1 is None else faults_1,
+        rows,
+        target_DW.stride(0),
+        draft_DX.stride(0),
+        _NO_LIMIT if vocab is None else vocab,
+        DRAFTS=width - 1,
+        LANES=lanes,
+        ROWS=block,
+        CHECKED=vocab is not None and fault_1 is not None,
+        TOLD=faults_1 is not None,
+        DEPENDENT=dependent,
+        num_warps=min(max(block * lanes // 256, 4), 16),
+        **({"launch_pdl": True} if dependent else {}),
     )
 
 

@@ -15,7 +15,7 @@ contract, because it changes results):
 
 Row i of a decode row's window counts the drafts before it as generated, in steps 2 and 4: those are the tokens it
 follows if it is used at all, so the tokens do not depend on the width. The noise of step 7 is a function of (seed,
-position, id) alone (`kernels.sampling.philox`).
+position, id) alone (`kernels.sampling.reference`).
 
 Shape legend: N logits rows, V vocabulary, S slots, X drafts per row, R sampled rows, W width.
 """
@@ -26,7 +26,7 @@ import torch
 
 from kernels.sampling import launch, reference
 from kernels.sampling.filters import FLOORS, Floor
-from kernels.sampling.philox import gumbel_noise
+from kernels.sampling.reference import gumbel_noise
 from kernels.sampling.tables import ALL_FEATURES, NEUTRAL_REAL, Feature, SlotTables, real_columns
 from kernels.sampling.workspace import SampledRows, SampleWorkspace, TokenMasks, mask_words
 

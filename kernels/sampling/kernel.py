@@ -101,7 +101,7 @@ def is_searched(top_k, top_p, VOCAB: tl.constexpr):
 
 @triton.jit
 def gumbel(word):
-    """Gumbel variables from random words, as `philox.gumbel_from_words` makes them."""
+    """Gumbel variables from random words, as `reference.gumbel_from_words` makes them."""
     v = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, _LARGEST_UNIFORM)
     # -log(1 - v), with the rounding of 1 - v made good (Goldberg 1991, theorem 4).
     u = 1.0 - v

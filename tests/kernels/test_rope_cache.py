@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.latent_entry import rope_cache
 from kernels.page import PAGE_TOKENS
-from kernels.rope_cache import rope_cache
 
 LATENT, ROPE, HEADS, EPS = 6, 8, 3, 1e-6
 

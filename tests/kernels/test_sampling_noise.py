@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kernels.sampling.philox import (
+from kernels.sampling.reference import (
     _philox_on_cpu,
     gumbel_from_words,
     gumbel_noise,

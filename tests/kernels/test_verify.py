@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.verify import accept_drafts
+from kernels.decode_state import accept_drafts
 
 
 def leading_matches(target, draft):

@@ -24,11 +24,10 @@ from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
-from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams, StepPlan
-from workers.step.buckets import TokenBuckets
+from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams, StepPlan, TokenBuckets
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 Place = tuple[str, bool]
 """Device, and whether steps are replayed."""

@@ -20,9 +20,8 @@ from tests.scenarios.served import DRAFTERS, Place, alone, greedy_jobs, named, p
 from tests.workers.faults import GroupedBounds, one_token
 from tests.workers.harness import InlineEngine
 from workers.models.attention.expanded import ExpandedChunks
-from workers.protocol.plan import GraphKey, StepPlan
+from workers.protocol.plan import DecodeBuckets, GraphKey, StepPlan
 from workers.rank.runner import Runner
-from workers.step.buckets import DecodeBuckets
 from workers.step.parts import StepOutput
 
 PLACES = places(pytest.mark.gpu)

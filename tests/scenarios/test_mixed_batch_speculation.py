@@ -30,9 +30,8 @@ from workers.protocol.grammar import Grammar
 from workers.protocol.plan import BatchLayout, SamplingParams, StepPlan
 from workers.scheduler import Scheduler
 from workers.scheduler.speculation import Speculation
-from workers.step.mixed import MixedStep
+from workers.step.mixed import MixedStep, Stage
 from workers.step.sampling import SamplingState
-from workers.step.stage import Stage
 
 PLACES = places(pytest.mark.gpu)
 BUDGET, LONG, ROWS, WIDTH = 16, 64, 3, 3

@@ -28,8 +28,8 @@ from workers.models.batch import DecodeBatch
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.protocol.plan import GraphKey
 from workers.step.decode import DecodeStep
+from workers.step.mixed import DRAFT, Stage, Tail
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import DRAFT, Stage, Tail
 
 Fault = Callable[[pytest.MonkeyPatch, StepParts], None]
 """Replaces what is at fault, for as long as the patch lasts."""

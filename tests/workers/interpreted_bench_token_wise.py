@@ -81,11 +81,11 @@ def test_every_kernel_is_right_at_every_size(
         "decode_state.feed": {"1 x 1", "5 x 1", "1 x 4", "5 x 4"},
         "decode_state.advance": {"1 x 1", "5 x 1", "1 x 4", "5 x 4"},
         "decode_state.feed_draft": {"1 x 4", "5 x 4"},
-        "verify.accept_drafts": {"1 x 1", "5 x 1", "1 x 4", "5 x 4"},
+        "decode_state.accept_drafts": {"1 x 1", "5 x 1", "1 x 4", "5 x 4"},
     }
 
 
-@pytest.mark.parametrize("name", ["add_rms_norm", "rope_cache", "decode_state.feed", "verify.accept_drafts"])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rope_cache", "decode_state.feed", "decode_state.accept_drafts"])
 @torch.inference_mode()
 def test_a_kernel_that_leaves_something_out_is_wrong(
     name: str, graphs: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

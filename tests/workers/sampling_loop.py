@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.verify import accept_drafts
+from kernels.decode_state import accept_drafts
 from workers.protocol.plan import Admission, BatchLayout, SamplingParams
 from workers.step.sampling import SamplingState
 

@@ -18,8 +18,8 @@ from tests.workers.bench_shapes import SMALL
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import TokenKey
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage, Tail
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage, Tail
 
 pytestmark = pytest.mark.soak
 

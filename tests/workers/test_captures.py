@@ -33,8 +33,8 @@ from workers.rank import rank as rank_module
 from workers.rank.captures import Captures, SelfTestFailedError, bytes_of_copies
 from workers.rank.inherited_proof import InheritedWarmUp, Measured
 from workers.scheduler import captures
+from workers.step.mixed import Stage
 from workers.step.parts import StepParts
-from workers.step.stage import Stage
 from workers.weights.kept import KeptWeights
 
 SETTINGS: dict[str, Any] = {"max_rows": 6, "token_budget": 40, "cache_pages": 120, "max_context": 200, "device": "cpu"}

@@ -12,7 +12,7 @@ from tests.tiny_models import VOCAB, write_tiny
 from tests.workers.crowd import crowd, of_all_widths, serve
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
-from workers.step.buckets import DecodeBuckets
+from workers.protocol.plan import DecodeBuckets
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,8 @@ from workers.config import EngineConfig
 from workers.proof.decode_steps import Candidate, SelfTest
 from workers.proof.segments import SegmentProof
 from workers.proof.tails import prove_tails
-from workers.protocol.plan import SamplingParams
+from workers.protocol.plan import SamplingParams, row_buckets
 from workers.rank.runner import Runner
-from workers.step.buckets import row_buckets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

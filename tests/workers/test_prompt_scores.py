@@ -20,7 +20,7 @@ from workers.processes.launch import local_engine
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams
 from workers.protocol.scores import Scores
-from workers.step import scores
+from workers.step import mixed
 
 TOP = 3
 
@@ -120,7 +120,7 @@ def test_logits_are_computed_in_pieces_of_a_bounded_size(
         return honest(model, hidden_NE, *rest)
 
     monkeypatch.setattr(Model, "logits", noted)
-    monkeypatch.setattr(scores, "LEAST_AT_ONCE", 16)
+    monkeypatch.setattr(mixed, "LEAST_AT_ONCE", 16)
     run = InlineEngine(settings(folder, width=width, max_rows=3, token_budget=400))
     sizes.clear()
     [outputs] = serve(run, [prompt], [asking()])

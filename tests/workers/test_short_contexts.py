@@ -28,8 +28,7 @@ from workers.processes.launch import local_engine
 from workers.proof.decode_steps import SelfTest
 from workers.proof.prove import prove
 from workers.protocol.messages import Request
-from workers.protocol.plan import Admission, BatchLayout, PageGrant
-from workers.step.buckets import MOST_DENSE_ROWS
+from workers.protocol.plan import MOST_DENSE_ROWS, Admission, BatchLayout, PageGrant
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
 

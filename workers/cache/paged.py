@@ -17,7 +17,7 @@ from workers.cache.place import CachePlace, own_pages
 from workers.cache.rings import RingSpec
 from workers.cache.snapshots import RingSnapshots
 from workers.cache.spec import CacheSpec
-from workers.memory.pinned import on_device
+from workers.memory.scratch import on_device
 
 
 class OutOfBoundsFault(RuntimeError):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec
-from workers.memory.pinned import on_device
+from workers.memory.scratch import on_device
 
 
 class RandomPages:

@@ -14,7 +14,7 @@ from torch import Tensor
 from workers.cache.paged import PagedCache
 from workers.cache.rings import NULL_SLOT, RingSpec
 from workers.memory.bits import bits
-from workers.memory.pinned import on_device
+from workers.memory.scratch import on_device
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from typing_extensions import override
 
 from kernels.grouped_attention import attend, rope_store, tiles
 from workers.cache.spec import CacheSpec, LatentSpec
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.models.attention.latent import LatentAttention
 from workers.models.batch import Batch
 from workers.models.general import GeneralOps

@@ -15,9 +15,8 @@ from workers.memory.scratch import Scratch
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.models.feed_forward import MixtureOfExperts
 from workers.models.model import Model
+from workers.step.mixed import Stage, at_once
 from workers.step.parts import StepParts
-from workers.step.scores import at_once
-from workers.step.stage import Stage
 from workers.weights.formats import PLAIN
 from workers.weights.weight import Weight
 

@@ -40,9 +40,8 @@ from workers.model_folder import config_values
 from workers.models.selecting import pages_to_select
 from workers.parallel.group import Group
 from workers.scheduler import max_entries_per_row, max_pages_per_row
-from workers.step.parts import StepParts
+from workers.step.parts import SlotState, StepParts
 from workers.step.sampling import SamplingState
-from workers.step.slots import SlotState
 from workers.tiers.disk_files import slots_within
 from workers.tiers.mover import batch_of, record_layout, staging_bytes
 from workers.weights.checkpoint import Checkpoint

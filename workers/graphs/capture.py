@@ -17,12 +17,10 @@ from workers.graphs.portions import Portion
 from workers.graphs.record import record
 from workers.memory.scratch import Scratch
 from workers.models.deepseek_v4_model import CompressedModel
-from workers.protocol.plan import GraphKey
-from workers.step.buckets import TokenBuckets
+from workers.protocol.plan import GraphKey, TokenBuckets
 from workers.step.decode import DecodeStep
-from workers.step.mixed import MixedStep
+from workers.step.mixed import MixedStep, Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,10 @@ from workers.graphs.record import no_garbage_collection
 from workers.graphs.segments import CapturedStage, CapturedTail
 from workers.graphs.stats import GraphStats
 from workers.memory.scratch import Scratch
-from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenKey
-from workers.step.buckets import TokenBuckets, alike
+from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, TokenBuckets, TokenKey, alike
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 NOT_YET = "not captured yet"
 """Reason for an eager step."""

@@ -17,12 +17,9 @@ from workers.models.attention.decode_rows import MOST_MERGED
 from workers.models.attention.expanded import entries_of_a_row
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
 from workers.models.deepseek_v4_model import CompressedModel
-from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan
-from workers.step.buckets import TokenBuckets
-from workers.step.mixed import MixedStep
+from workers.protocol.plan import BatchLayout, PrefillRow, StepPlan, TokenBuckets
+from workers.step.mixed import MixedStep, Stage, at_once
 from workers.step.parts import StepParts
-from workers.step.scores import at_once
-from workers.step.stage import Stage
 
 NOBODY = -1
 _SHORT = 16

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.protocol.plan import GraphKey, TokenKey
-from workers.step.buckets import DecodeBuckets, TokenBuckets, alike
+from workers.protocol.plan import DecodeBuckets, GraphKey, TokenBuckets, TokenKey, alike
 
 
 @dataclass(frozen=True)

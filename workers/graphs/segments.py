@@ -15,8 +15,8 @@ from typing_extensions import override
 from workers.graphs.record import record
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import TokenKey
+from workers.step.mixed import Stage, Tail
 from workers.step.parts import StepParts
-from workers.step.stage import Stage, Tail
 
 
 class CapturedTail(Tail):

@@ -1,13 +1,14 @@
 """Memory for what a step computes on its way: explicit, so that a captured graph's buffers are retained by design.
 
 `Scratch` hands out pieces of one buffer like a stack. A captured step and its replays see the same addresses because
-they make the same requests in the same order; results that outlive a scope are asked for before it opens.
+they make the same requests in the same order; results that outlive a scope are asked for before it opens. What small
+values the host has for a step reaches the device by `on_device`, which does not wait for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -79,3 +80,11 @@ class Scratch:
             yield
         finally:
             self._used = mark
+
+
+def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of (nested) `values`. On a GPU it goes through pinned memory, which torch keeps until the copy is done:
+    a copy from ordinary memory would wait for everything launched before it."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -25,12 +25,11 @@ from weakref import WeakSet
 from msgspec.structs import replace
 from typing_extensions import override
 
-from workers.processes.client import EngineClient, tell
-from workers.processes.mailbox import OutputMailbox
+from workers.processes.client import EngineClient, OutputMailbox, tell
 from workers.protocol.front import EngineFault, ModelInfo, RequestFailed
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
-from workers.protocol.prompt import pack_tokens, unpack_tokens
 from workers.protocol.report import SelfTestReport
+from workers.protocol.request import pack_tokens, unpack_tokens
 
 logger = logging.getLogger(__name__)
 

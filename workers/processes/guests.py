@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from typing_extensions import override
 
 from workers.channel.sockets import Addresses, Binding, PeerGone
-from workers.processes.mailbox import OutputMailbox
+from workers.processes.client import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo, Refused, RequestFailed
 from workers.protocol.messages import (
     Cancel,

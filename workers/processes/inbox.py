@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from workers.channel.sockets import Receiver
 from workers.protocol.messages import Cancel, Charges, Request, Requests, Shutdown, TakeOver
-from workers.protocol.prompt import TOKEN_BYTES
+from workers.protocol.request import TOKEN_BYTES
 
 ITERATION_TOKENS = 100_000
 """Prompt tokens that one iteration takes in before it stops: a few milliseconds of work. A prompt is never divided, and

@@ -39,12 +39,11 @@ from workers.protocol.messages import (
     TakeOver,
     ToScheduler,
 )
-from workers.protocol.plan import StepPlan, StepResult
+from workers.protocol.plan import StepPlan, StepResult, token_buckets
 from workers.protocol.report import SelfTestReport
 from workers.protocol.tiers import DiskFound, DiskMoved, Moved, Moves, Pinned
 from workers.recording.file import Recorder
 from workers.scheduler import Scheduler, SchedulerConfig, Unsound, step_limit
-from workers.step.buckets import token_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +88,7 @@ class SchedulerProcess:
         """Binds at once, so that `addresses` can be handed out. `host`: ip of this node when workers are on others;
         otherwise sockets are files in `folder`, by default a fresh one. `standby`: its ranks stand by."""
         self._config, self._stands_by = config, standby
+        self._longest_s = config.longest_step_s
         self._ranks = config.mesh().world.size
         self._binding = Binding(self._ranks, host, ToScheduler, FromWorker, folder)
         self.addresses = self._binding.addresses
@@ -110,7 +110,7 @@ class SchedulerProcess:
                 # Nothing of what it did while it stood by is known to the scheduler that serves.
                 self._stands_by = False
                 self._launched.clear()
-                scheduler = self._start(pulse, self._config.longest_step_s)
+                scheduler = self._start(pulse, self._longest_s)
         except EngineFailed as failure:
             self._tell_front(failure.fault)
             raise
@@ -333,7 +333,7 @@ class SchedulerProcess:
         return fault
 
     def _watch(self, scheduler: Scheduler, now: float) -> None:
-        config, longest_s = self._config, self._config.longest_step_s
+        config, longest_s = self._config, self._longest_s
         for rank, heard in enumerate(self._heard):
             if now - heard > config.heartbeat_timeout_s:
                 raise EngineFailed(Fault(f"rank {rank} has been silent for {now - heard:.1f} s", rank))

@@ -42,9 +42,8 @@ from workers.proof.rows import Row
 from workers.proof.step_fixture import Outcome, StepFixture
 from workers.protocol.plan import PrefillRow, StepPlan
 from workers.protocol.report import BucketReport, StepTime
-from workers.step.mixed import MixedStep
+from workers.step.mixed import MixedStep, Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 MOST_DECODE_ROWS = 6
 MOST_CONTEXT = 3 * PAGE_TOKENS

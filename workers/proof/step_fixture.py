@@ -25,7 +25,7 @@ from workers.cache.paged import PagedCache
 from workers.cache.random_pages import RandomPages
 from workers.cache.random_rings import RandomRings, RingRow
 from workers.memory.bits import differ
-from workers.memory.pinned import on_device
+from workers.memory.scratch import on_device
 from workers.proof.rows import Row, draft_entries, pages_in_play, target_entries
 from workers.protocol.plan import Admission, BatchLayout, PageGrant, SamplingParams
 from workers.step.parts import StepOutput, StepParts

@@ -24,8 +24,8 @@ from workers.models.layer import PassBuffers
 from workers.proof.decode_steps import AGREED, ATTEMPTS, differences, quantizes_activations, shared, tolerance
 from workers.proof.segments import POISON
 from workers.protocol.report import BucketReport
+from workers.step.mixed import Tail
 from workers.step.parts import StepParts
-from workers.step.stage import Tail
 
 
 @torch.inference_mode()

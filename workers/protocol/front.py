@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.protocol.messages import EngineStats, Request, RequestOutput
-from workers.protocol.prompt import NO_ROOT
 from workers.protocol.report import SelfTestReport
+from workers.protocol.request import NO_ROOT
 
 
 @dataclass(frozen=True)

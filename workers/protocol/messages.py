@@ -20,8 +20,8 @@ import msgspec
 from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult, TopLogprobs
-from workers.protocol.prompt import NO_ROOT, Prompt
 from workers.protocol.report import SelfTestReport, StepTime
+from workers.protocol.request import NO_ROOT, Prompt
 from workers.protocol.scores import Scores
 from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 
@@ -34,7 +34,7 @@ class Request(msgspec.Struct, frozen=True):
 
     request_id: str
     prompt: Sequence[int]
-    """Token ids; where many share them, a `workers.protocol.prompt.Prompt`."""
+    """Token ids; where many share them, a `workers.protocol.request.Prompt`."""
     sampling: SamplingParams
     priority: int = 0
     """Lower runs first; ties fairly among keys, and by arrival where there are none."""
@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True):
     """Weight of that key, in shares among keys; positive."""
     done: bytes = b""
     """Tokens that an engine before this one generated for the request and that were delivered, as
-    `workers.protocol.prompt.pack_tokens` packs them. The request goes on behind them as after a preemption: prompt and
+    `workers.protocol.request.pack_tokens` packs them. The request goes on behind them as after a preemption: prompt and
     sampling are those with which it began."""
     salt: bytes = b""
     """Of the keys of its pages: they are shared only with requests of the same salt (`salted_root`). A digest, never
@@ -58,7 +58,7 @@ class Requests(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Sequences that continue one prompt and differ in their seeds alone: what they share travels once."""
 
     prompt: bytes
-    """Prompt as packed by `workers.protocol.prompt.pack_tokens`."""
+    """Prompt as packed by `workers.protocol.request.pack_tokens`."""
     sampling: SamplingParams
     """Sampling parameters of the first request, which are those of all but for the seed."""
     choices: tuple[tuple[str, int], ...]
@@ -240,7 +240,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     host_keys: bytes = b""
     """Keys of pages in host memory, as many as `SchedulerConfig.tier_sample` says."""
     key_root: bytes = b""
-    """What both are rooted in (`workers.protocol.prompt`)."""
+    """What both are rooted in (`workers.protocol.request`)."""
     host_pages_total: int = 0
     """Pages that host memory holds behind those of the device; on a GPU as far as it is pinned."""
     host_pages: int = 0

@@ -67,7 +67,7 @@ class DiskPage(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Of its prompts' pages, where 1 is the first."""
     tokens: bytes
-    """Packed as in `workers.protocol.prompt`."""
+    """Packed as in `workers.protocol.request`."""
     serial: int = 0
     """Grows from one page that is saved to the next, in later processes, too."""
 

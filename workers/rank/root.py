@@ -19,7 +19,7 @@ from kernels.page import PAGE_TOKENS
 from workers.config import EngineConfig
 from workers.model_folder import config_values
 from workers.models.model import Model
-from workers.protocol.prompt import KEY_BYTES
+from workers.protocol.request import KEY_BYTES
 from workers.weights.identity import weights_identity
 
 KEY_FORMAT: Final = 1

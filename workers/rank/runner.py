@@ -23,18 +23,16 @@ from workers.memory.scratch import Scratch
 from workers.models.model import Model
 from workers.parallel.group import Group
 from workers.protocol.plan import BatchLayout, GraphKey, StepPlan, StepResult, TopLogprobs
-from workers.protocol.prompt import TOKEN_BYTES
+from workers.protocol.request import TOKEN_BYTES
 from workers.protocol.scores import Scores
 from workers.rank.step_reads import step_reads
 from workers.rank.waiting import StepEnd, Waiting, kind_of
 from workers.step.decode import DecodeStep
 from workers.step.logprobs import Taken
 from workers.step.masks import StepMasks
-from workers.step.mixed import MixedStep
-from workers.step.parts import StepOutput, StepParts
+from workers.step.mixed import MixedStep, Stage
+from workers.step.parts import SlotState, StepOutput, StepParts, unpacked
 from workers.step.sampling import SamplingFault, SamplingState
-from workers.step.slots import SlotState, unpacked
-from workers.step.stage import Stage
 
 
 class PlanError(ValueError):

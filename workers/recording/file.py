@@ -31,7 +31,7 @@ from workers.config import EngineConfig
 from workers.model_folder import config_values
 from workers.protocol.messages import Ready
 from workers.protocol.plan import Admission, PrefillRow, StepPlan, StepResult
-from workers.protocol.prompt import TOKEN_BYTES, pack_tokens
+from workers.protocol.request import TOKEN_BYTES, pack_tokens
 
 logger = logging.getLogger(__name__)
 

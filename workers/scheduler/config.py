@@ -10,9 +10,8 @@ from typing import Final
 from kernels.page import PAGE_TOKENS, Shards, pages_for
 from workers.protocol.messages import Request
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_IDS, SamplingParams
-from workers.protocol.prompt import NO_ROOT, TOKEN_BYTES, Prompt, unpack_tokens
 from workers.protocol.report import StepTime
-from workers.protocol.sampling import TABLE
+from workers.protocol.request import NO_ROOT, TABLE, TOKEN_BYTES, Prompt, unpack_tokens
 
 PIPELINE = 2
 """Plans in flight: one that runs and one that waits behind it, so that the device never waits for the host."""

@@ -1,6 +1,6 @@
 """The prefix cache: full pages of equal token prefixes are computed once and shared.
 
-A page is found by its key (`workers.protocol.prompt`), which names a whole prefix. Keys only find candidates: an entry
+A page is found by its key (`workers.protocol.request`), which names a whole prefix. Keys only find candidates: an entry
 also keeps its tokens and the entry it continues, and both are compared, so that colliding keys cost a miss and never a
 wrong page.
 

@@ -34,8 +34,7 @@ from typing import Final
 
 from workers.protocol.report import StepTime
 from workers.scheduler.config import SchedulerConfig
-from workers.scheduler.kalman import Following
-from workers.scheduler.step_times import StepTimes
+from workers.scheduler.step_times import Following, StepTimes
 
 logger = logging.getLogger(__name__)
 

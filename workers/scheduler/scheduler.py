@@ -15,7 +15,7 @@ from workers.protocol.captures import CapturePortion, PortionCaptured
 from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
 from workers.protocol.messages import Charges, EngineStats, Request, RequestOutput
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, StepPlan, StepResult
-from workers.protocol.prompt import Prompt, pack_keys, salted_root
+from workers.protocol.request import Prompt, pack_keys, salted_root
 from workers.protocol.tiers import DiskFound, DiskMoved, DiskMoves, Moved, Moves, Pinned
 from workers.scheduler.captures import Captures
 from workers.scheduler.config import SchedulerConfig, why_impossible

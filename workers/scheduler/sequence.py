@@ -8,7 +8,7 @@ from enum import Enum, auto
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
-from workers.protocol.prompt import NO_ROOT, PAGE_BYTES, TOKEN_BYTES, Prompt, chain_keys, pack_tokens, unpack_tokens
+from workers.protocol.request import NO_ROOT, PAGE_BYTES, TOKEN_BYTES, Prompt, chain_keys, pack_tokens, unpack_tokens
 from workers.protocol.scores import Scores
 from workers.scheduler.pages import RowPages
 from workers.scheduler.snapshots import Snapshot

@@ -12,7 +12,7 @@ rings are copied behind its step: so no token of a draft that may be rejected is
 plan gets the copy before its own first step; workers execute plans in order, so it is there by then.
 
 The least recently used snapshot makes room for a new one, and what is forgotten of the prefix cache takes its snapshot
-with it. The soundness of a snapshot is its own (`workers.scheduler.soundness`): its entry may be vouched for by rows
+with it. The soundness of a snapshot is its own (`workers.scheduler.results`): its entry may be vouched for by rows
 that have read the page, and not the snapshot.
 """
 

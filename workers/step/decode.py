@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels import decode_state
+from kernels.decode_state import accept_drafts
 from kernels.sampling import TokenMasks
-from kernels.verify import accept_drafts
 from workers.memory.scratch import Scratch
 from workers.models.batch import Batch, DecodeBatch
 from workers.protocol.plan import BatchLayout, GraphKey

@@ -35,10 +35,9 @@ from kernels.sampling import (
     sample_rows,
     sample_tokens,
 )
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.protocol.plan import MAX_LOGIT_BIAS, MAX_STOP_IDS, Admission, BatchLayout, SamplingParams
-from workers.protocol.sampling import TABLE
+from workers.protocol.request import TABLE
 from workers.step.logprobs import Logprobs, Taken
 
 _SEED_BITS = 64
@@ -63,7 +62,7 @@ class SamplingState:
         self.tables = SlotTables.allocate(slots + 1, MAX_STOP_IDS, MAX_LOGIT_BIAS, device, _defaults())
         self._columns = real_columns()
         self.fault_1 = torch.zeros(1, dtype=torch.int64, device=device)
-        """Ids that were none so far; `kernels.verify.accept_drafts` adds to it too. The first ends the replica
+        """Ids that were none so far; `kernels.decode_state.accept_drafts` adds to it too. The first ends the replica
         (`SamplingFault`)."""
         self.invalid_drafts_1 = torch.zeros(1, dtype=torch.int64, device=device)
         """Drafts from logits that were no finite numbers. They are token 0, seldom accepted and never of harm."""

@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from kernels.page import PAGE_TOKENS
 from workers.parallel.group import Group
-from workers.protocol.prompt import KEY_BYTES, PAGE_BYTES
+from workers.protocol.request import KEY_BYTES, PAGE_BYTES
 from workers.protocol.tiers import FOUND, DiskPage, check_of
 from workers.tiers.host_memory import node_name
 

@@ -37,7 +37,7 @@ from kernels.page import NULL_PAGE, pages_for
 from kernels.page_records import PagedRecords, gather_pages, scatter_pages
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec
-from workers.memory.pinned import on_device
+from workers.memory.scratch import on_device
 from workers.protocol.messages import Fault
 from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned
 from workers.tiers.host_memory import HostMemory

@@ -14,8 +14,7 @@ from deploy.api.job.bodies import Body, SamplingFields
 from deploy.api.job.chat_bodies import ChatBody, TextPart
 from deploy.api.job.unsupported import reject_unsupported
 from deploy.text.changed_tools import CHANGES, told_by_turns
-from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS
-from deploy.text.in_words import NOT_SHOWN, in_json, unknown
+from deploy.text.chat import MOST_MESSAGES, MOST_TOOLS, NOT_SHOWN, in_json, unknown
 from deploy.text.response_tools import named
 from deploy.text.turns import goes_on, messages_of_turns, said_in, thinking_fields
 

@@ -33,7 +33,7 @@ from deploy.text.lane import Lanes
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import Engine, EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Request, RequestOutput
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.request import pack_tokens
 
 if TYPE_CHECKING:  # what it needs is there only where spans are asked for
     from deploy.observability.tracing import RequestTrace

@@ -14,7 +14,7 @@ from zlib import crc32
 from deploy.api.job.job import Job
 from workers.protocol.front import Engine
 from workers.protocol.messages import Request, RequestOutput
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 
 OPEN: Final = "latentserve.journal"
 """Key in a request's scope of the function that opens its journal (`OpenJournal`)."""

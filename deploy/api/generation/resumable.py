@@ -24,9 +24,9 @@ from deploy.api.generation.journaling import WritePiece
 from deploy.api.http.draws import Place, Resume, event_id
 from deploy.api.http.errors import invalid
 from deploy.api.job.job import Branch, Job
-from workers.processes.mailbox import merge_outputs
+from workers.processes.client import merge_outputs
 from workers.protocol.messages import Request, RequestOutput
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 
 _EVENT_END: Final = re.compile(rb"(?<=\n\n)")
 

@@ -30,8 +30,7 @@ from typing_extensions import override
 from deploy.api.http.errors import unsupported
 from deploy.api.job.unsupported import reject_stream_options
 from workers.protocol.plan import MAX_ASKED_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
-from workers.protocol.sampling import TABLE
-from workers.protocol.seeds import LEAST_SEED, MOST_SEED, NO_SEED
+from workers.protocol.request import LEAST_SEED, MOST_SEED, NO_SEED, TABLE
 
 FORMS: Final = (
     "response_format",

@@ -31,11 +31,11 @@ from deploy.text.chat import (
     Content,
     content_of,
     is_begun,
+    readable,
     spoken,
     tool_calls_of,
 )
 from deploy.text.effort import EFFORTS, FIELDS, Thinking, checked, thinking_of
-from deploy.text.in_words import readable
 from workers.grammar.text_grammar import TextGrammar
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")

@@ -10,7 +10,7 @@ from typing import Any, Final
 from deploy.api.http.body import validate
 from deploy.api.http.errors import ApiError
 from deploy.api.job.bodies import GenerationBody
-from workers.protocol.sampling import TABLE
+from workers.protocol.request import TABLE
 
 FIELDS: Final = tuple(row.name for row in TABLE if row.parameter.in_generation_config)
 """The fields of generation_config.json that are taken as they are; requests have them under the same names."""

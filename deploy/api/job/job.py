@@ -23,8 +23,7 @@ from deploy.config.api import ApiConfig
 from deploy.text.tokenizer import Tokenizer
 from workers.protocol.front import ModelInfo
 from workers.protocol.grammar import Grammar
-from workers.protocol.sampling import TABLE, SamplingParams
-from workers.protocol.seeds import sequence_seeds
+from workers.protocol.request import TABLE, SamplingParams, sequence_seeds
 
 Asked = TypeVar("Asked", bound=GenerationBody)
 

@@ -15,8 +15,7 @@ from deploy.api.job.chat_bodies import ChatBody, ChatTemplateFields
 from deploy.api.job.defaults import SamplingDefaults
 from deploy.api.job.tools import may_answer, shown
 from deploy.config.api import ApiConfig
-from deploy.parsing.assistant import AnswerParser
-from deploy.parsing.reasoning import ReasoningFormat, ReasoningParser, Where
+from deploy.parsing.answer import AnswerParser, ReasoningFormat, ReasoningParser, Where
 from deploy.parsing.registry import (
     MARKERS,
     REASONING_PARSERS,

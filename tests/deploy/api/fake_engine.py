@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from msgspec.structs import replace
 
-from workers.processes.mailbox import OutputMailbox
+from workers.processes.client import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo, Refused, RequestFailed
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 from workers.protocol.plan import TopLogprobs

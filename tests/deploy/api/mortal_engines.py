@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.workers.harness import InlineEngine
+from workers.processes.client import OutputMailbox
 from workers.processes.failover import FailoverEngine
-from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.grammar import CompileGrammar
 from workers.protocol.messages import EngineStats, Request, RequestOutput

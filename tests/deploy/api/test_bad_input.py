@@ -30,7 +30,7 @@ from deploy.api.openai.completions import parse_prompts
 from deploy.config.api import ApiConfig
 from deploy.text.chat import MOST_MESSAGES
 from workers.protocol.messages import EngineStats
-from workers.protocol.sampling import TABLE as PARAMETERS
+from workers.protocol.request import TABLE as PARAMETERS
 
 LIMIT = 64 * 1024
 ROOM = EngineStats(slots=10, queue_limit=6)

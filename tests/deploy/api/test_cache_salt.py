@@ -19,7 +19,7 @@ from deploy.config.api import ApiConfig
 from deploy.config.cache_salts import CacheSalts
 from deploy.config.keys import ApiKey
 from deploy.routing.request_features import FeatureReader
-from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys, salted_root, unpack_keys
+from workers.protocol.request import NO_ROOT, Prompt, pack_keys, salted_root, unpack_keys
 
 ROOT = b"sixteen bytes..."
 KEYS = (ApiKey(key="sk-one", name="one"), ApiKey(key="sk-two", name="two"), "sk-plain")

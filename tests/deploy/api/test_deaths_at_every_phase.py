@@ -28,7 +28,7 @@ from tests.tiny_models import write_tiny
 from tests.workers.harness import InlineEngine
 from workers.config import EngineConfig
 from workers.processes import failover
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.request import pack_tokens
 
 TEMPLATE = "{{ tools[0].function.name if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
 CONFIG = ApiConfig(chat_template=TEMPLATE, tool_parser="hermes", max_n=8)

@@ -14,12 +14,12 @@ from tiny_tokenizer import tiny
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
+from workers.processes.client import OutputMailbox
 from workers.processes.failover import FailoverEngine
-from workers.processes.mailbox import OutputMailbox
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 from workers.protocol.plan import TopLogprobs
-from workers.protocol.prompt import unpack_tokens
+from workers.protocol.request import unpack_tokens
 
 TEXT = "def read_lines(path):\n    with open(path) as file: Grüße aus Köln, 東京タワー 👩‍🚀 STOP and END of it all\n"
 IDS = tiny().encode(TEXT, add_special_tokens=False)

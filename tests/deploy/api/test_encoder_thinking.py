@@ -21,7 +21,7 @@ from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
 from deploy.text.effort import EFFORTS
 from deploy.text.encoders import ENCODERS
-from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
+from workers.protocol.request import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 PUBLISHED = Path(__file__).parent.parent / "text" / "published"
 EXAMPLE = json.loads((PUBLISHED / "deepseek_v32_example.json").read_text())

@@ -20,7 +20,7 @@ from deploy.routing.request_features import FeatureReader
 from deploy.text.chat import MOST_MESSAGES, MOST_TEMPLATE_VARIABLES
 from deploy.text.encoders import ENCODERS
 from deploy.text.tokenizer import ChatTemplateError
-from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
+from workers.protocol.request import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tone or '' }}"

@@ -22,8 +22,7 @@ from deploy.config.api import ApiConfig
 from deploy.config.cache_salts import CacheSalts
 from deploy.parsing.registry import MARKERS
 from workers.protocol.messages import Request
-from workers.protocol.sampling import TABLE
-from workers.protocol.seeds import sequence_seeds
+from workers.protocol.request import TABLE, sequence_seeds
 
 TOKENIZER = with_special(*MARKERS["kimi_k2"], "<think>", "</think>")
 TURNS = [{"role": "user", "content": "Hi"}]

@@ -19,7 +19,7 @@ from tool_templates import DEEPSEEK_V31, GLM, KIMI
 
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
-from deploy.parsing.assistant import AnswerParser
+from deploy.parsing.answer import AnswerParser
 from deploy.parsing.events import Arguments, CallBegin, CallEnd, Content
 from deploy.parsing.registry import CALL_GRAMMARS, MARKERS, TOOL_PARSERS
 from tests.deploy.parsing.written_calls import WRITERS

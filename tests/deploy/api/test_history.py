@@ -23,9 +23,8 @@ from deploy.api.job.job import parse_generation
 from deploy.api.job.model import render_messages
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
-from deploy.text.chat import MOST_TOOLS
+from deploy.text.chat import MOST_PARTS, MOST_TOOLS, readable
 from deploy.text.encoders import ENCODERS
-from deploy.text.in_words import MOST_PARTS, readable
 from deploy.text.tokenizer import Tokenizer
 
 LARGE = replace(INFO, max_context=8192, vocab_size=1024)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from fake_engine import out
 
-from workers.processes.mailbox import OutputMailbox
+from workers.processes.client import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.plan import TopLogprobs
 

@@ -16,7 +16,7 @@ from tiny_tokenizer import tiny
 from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from workers.protocol.plan import TopLogprobs
-from workers.protocol.seeds import sequence_seeds
+from workers.protocol.request import sequence_seeds
 
 TEXT = "the quick brown fox — Köln 東京 👩‍🚀 jumps over"
 IDS = tiny().encode(TEXT, add_special_tokens=False)

@@ -25,7 +25,7 @@ from deploy.api.job.bodies import GenerationBody
 from deploy.config.api import ApiConfig
 from workers.protocol.plan import TopLogprobs
 from workers.protocol.report import SelfTestReport
-from workers.protocol.sampling import TABLE
+from workers.protocol.request import TABLE
 
 FOX = tiny().encode(" fox", add_special_tokens=False)
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

@@ -23,7 +23,7 @@ from deploy.text.chat import MOST_TOOLS
 from deploy.text.response_tools import ADDING, InputStream, with_added
 from tests.workers.grammar.grammar_walk import takes
 from tests.workers.grammar.test_text_grammar import APPLY_PATCH as PATCHES
-from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
+from workers.protocol.request import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 PATCH = '*** Begin Patch\n*** Add File: a "b".py\n+x = 1\n*** End Patch'
 APPLY_PATCH: dict[str, Any] = {

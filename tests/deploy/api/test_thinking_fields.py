@@ -18,7 +18,7 @@ from deploy.api.app import create_app
 from deploy.config.api import ApiConfig
 from deploy.routing.request_features import FeatureReader
 from deploy.text.effort import EFFORTS
-from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
+from workers.protocol.request import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 TOKENIZER = with_special("<think>", "</think>", "[THINK]", "[/THINK]")
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels.sampling import gumbel_noise
-from workers.protocol.seeds import sequence_seeds
+from workers.protocol.request import sequence_seeds
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,7 +82,7 @@ def test_the_command_line_has_it() -> None:
 
 def test_the_engine_refuses_what_it_does_not_take() -> None:
     code = (
-        "from tests.deploy.api import toy_parameter; from workers.protocol.sampling import TABLE; "
+        "from tests.deploy.api import toy_parameter; from workers.protocol.request import TABLE; "
         "print(TABLE[-1].out_of_range(1.5))"
     )
     done = subprocess.run(

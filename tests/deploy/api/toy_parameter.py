@@ -19,8 +19,8 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from kernels.sampling import FLOORS
-from workers.protocol import sampling
-from workers.protocol.sampling import Parameter, SamplingParams
+from workers.protocol import request
+from workers.protocol.request import Parameter, SamplingParams
 
 
 class ToyParams(SamplingParams, frozen=True, array_like=True):
@@ -43,8 +43,8 @@ def top_a(value_N: Tensor, scaled_NV: Tensor) -> Tensor:
     return (value_N / total_N).log().float()
 
 
-sampling.SamplingParams = ToyParams  # what everything imports from here on
-sampling.TABLE = sampling.rows_of(ToyParams)
+request.SamplingParams = ToyParams  # what everything imports from here on
+request.TABLE = request.rows_of(ToyParams)
 FLOORS["top_a"] = top_a
 
 PROMPT = "def read_lines(path):"

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deploy.text.tokenizer import Tokenizer as ModelTokenizer
-from workers.protocol.sampling import TABLE
-from workers.protocol.seeds import sequence_seeds
+from workers.protocol.request import TABLE, sequence_seeds
 from workers.vocabulary.spelling import byte_alphabet
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from written_calls import CONTROL, TOOLS, Found, events_of, found, parser
 
-from deploy.parsing.assistant import AnswerParser
+from deploy.parsing.answer import AnswerParser
 from deploy.parsing.registry import TOOL_PARSERS
 from deploy.parsing.schema_types import as_json, types_of, types_of_argument
 

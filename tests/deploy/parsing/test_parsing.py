@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from written_calls import CONTROL, MARKERS, TOOLS, WRITERS, Calls, Found, events_of, found, glm, parser
 
 from deploy.parsing import tagged_calls
-from deploy.parsing.assistant import AnswerParser
+from deploy.parsing.answer import MOST_BLANK, AnswerParser, ReasoningParser
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Reasoning
 from deploy.parsing.json_object import JsonObject, State
-from deploy.parsing.reasoning import MOST_BLANK, ReasoningParser
 from deploy.parsing.registry import MARKERS as TOOL_MARKERS
 from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS, named_for, reasoning_parser_of, tool_parser_of
 from deploy.parsing.schema_types import as_json

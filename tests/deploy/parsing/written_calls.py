@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.parsing.assistant import AnswerParser
+from deploy.parsing.answer import AnswerParser, ReasoningParser, Where
 from deploy.parsing.events import Arguments, CallBegin, CallBroken, CallEnd, Content, Event, Reasoning
-from deploy.parsing.reasoning import ReasoningParser, Where
 from deploy.parsing.registry import REASONING_PARSERS, TOOL_PARSERS
 
 TOOLS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from deploy.routing.arrivals import (
 )
 from deploy.routing.policy import DISK_TOKEN_COST, HOST_TOKEN_COST, InFlightAccounting, Load, RequestFeatures, choose
 from workers.protocol.messages import Distribution, EngineStats
-from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys
+from workers.protocol.request import NO_ROOT, Prompt, pack_keys
 
 
 class Clock:

@@ -20,7 +20,7 @@ from deploy.text.tokenizer import Tokenizer
 from tests.deploy.api.drawn_bodies import RICH, Drawing
 from tests.deploy.text.tool_templates import GLM
 from workers.config import DEMO_MODEL
-from workers.protocol.prompt import NO_ROOT, pack_keys, page_keys, unpack_keys
+from workers.protocol.request import NO_ROOT, pack_keys, page_keys, unpack_keys
 
 LONG = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(40))
 CONFIG = ApiConfig(chat_template=GLM)

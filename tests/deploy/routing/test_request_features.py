@@ -6,7 +6,7 @@ import pytest
 from deploy.routing.request_features import MOST_ROWS, FeatureReader
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
-from workers.protocol.prompt import NO_ROOT, pack_tokens, page_keys
+from workers.protocol.request import NO_ROOT, pack_tokens, page_keys
 
 TEXT = "".join(f"def function_{i}(x):\n    return x + {i}\n\n" for i in range(60))
 

@@ -22,7 +22,7 @@ from deploy.routing.router import IngressRouter, LoadRouter
 from deploy.text.handed import EncodedPrompt
 from deploy.text.tokenizer import Tokenizer
 from workers.config import DEMO_MODEL
-from workers.protocol.prompt import NO_ROOT, Prompt
+from workers.protocol.request import NO_ROOT, Prompt
 
 
 @pytest.fixture

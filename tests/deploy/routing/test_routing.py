@@ -16,7 +16,7 @@ from deploy.routing.policy import (
     cached_tokens,
     choose,
 )
-from workers.protocol.prompt import NO_ROOT, Prompt
+from workers.protocol.request import NO_ROOT, Prompt
 
 ROUTER = "me"
 

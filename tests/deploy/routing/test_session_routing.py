@@ -16,7 +16,7 @@ from deploy.routing.common_beginnings import COMMON_AFTER, MOST_PAGES, CommonBeg
 from deploy.routing.policy import STALE_S, InFlightAccounting, Load, RequestFeatures, choose
 from kernels.page import PAGE_TOKENS
 from workers.protocol.messages import EngineStats
-from workers.protocol.prompt import NO_ROOT, Prompt, pack_keys, unpack_keys
+from workers.protocol.request import NO_ROOT, Prompt, pack_keys, unpack_keys
 from workers.protocol.tiers import Moved
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.host_tier import HostTier

@@ -14,7 +14,7 @@ from deploy.routing.pace import KEPT_S, StepClock, paces
 from deploy.routing.policy import InFlightAccounting, Load, choose
 from deploy.routing.request_features import RequestFeatures
 from workers.protocol.messages import Distribution, EngineStats
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 
 PROMPT_TOKENS, PROMPT_TOKENS_PER_S = 500, 20_000
 OUTPUT_S, STEP_S = 1.0, 0.02

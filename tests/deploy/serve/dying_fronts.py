@@ -59,7 +59,7 @@ class ScriptedEngine:
 
         from workers.protocol.messages import RequestOutput
         from workers.protocol.plan import TopLogprobs
-        from workers.protocol.prompt import unpack_tokens
+        from workers.protocol.request import unpack_tokens
 
         ids, at = self._ids(request), len(unpack_tokens(request.done))
         first = at == 0

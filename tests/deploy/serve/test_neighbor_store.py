@@ -23,7 +23,7 @@ from deploy.serve.journal import Began, Journal
 from deploy.serve.neighbor_store import NeighborStore, Offer, Place, fingerprint
 from deploy.serve.stream_watchdog import StreamWatchdog
 from workers.channel.ports import socket_folder
-from workers.processes.mailbox import OutputMailbox
+from workers.processes.client import OutputMailbox
 from workers.protocol.front import EngineFault, ModelInfo
 from workers.protocol.messages import EngineStats, Request, RequestOutput
 from workers.protocol.plan import SamplingParams

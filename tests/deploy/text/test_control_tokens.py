@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import SPECIAL, tiny
 from tool_templates import DEEPSEEK_R1, GLM, KIMI
 
-from deploy.text.control_tokens import BREAK
+from deploy.text.chat import BREAK
 from deploy.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[3] / "assets" / "demo"

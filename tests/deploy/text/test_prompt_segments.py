@@ -14,9 +14,9 @@ from tiny_tokenizer import SPECIAL, backend
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from deploy.text import segments
-from deploy.text.control_tokens import BREAK
+from deploy.text.chat import BREAK
 from deploy.text.segments import Cuts, EncodedSegments
-from workers.protocol.prompt import pack_tokens, unpack_tokens
+from workers.protocol.request import pack_tokens, unpack_tokens
 
 ODD = [
     AddedToken("<|left|>", lstrip=True, special=True),

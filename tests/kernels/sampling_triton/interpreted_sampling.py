@@ -15,12 +15,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from sampling_case import ALL, FILTERED, GREEDY, PLAIN, Case, neutral_tables  # noqa: E402
 
+from kernels.decode_state import accept_drafts_reference, launch_accept_drafts  # noqa: E402
 from kernels.sampling import ALL_FEATURES, Feature, SampledRows, gumbel_noise, launch, reference, workspace  # noqa: E402
 from kernels.sampling import tables as column  # noqa: E402
 from kernels.sampling.kernel import gumbel  # noqa: E402
-from kernels.sampling.philox import gumbel_from_words  # noqa: E402
+from kernels.sampling.reference import gumbel_from_words  # noqa: E402
 from kernels.sampling.search import halfway, key_of, value_of  # noqa: E402
-from kernels.verify import accept_drafts_reference, launch_accept_drafts  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 

@@ -9,9 +9,9 @@ import torch
 from captured import capture, check_replays
 from sampling_case import ALL, FILTERED, GREEDY, PLAIN, Case
 
+from kernels.decode_state import accept_drafts
 from kernels.sampling import ALL_FEATURES, count_tokens, launch, reference
 from kernels.sampling import tables as column
-from kernels.verify import accept_drafts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from sampling_case import Case
 
+from kernels.decode_state import launch_accept_drafts
 from kernels.sampling import launch
-from kernels.verify import launch_accept_drafts
 from tests.support.hopper import compile_only, machine_code, resources
 
 pytestmark = pytest.mark.gate

@@ -7,9 +7,9 @@ import torch
 from captured import capture, check_replays
 from token_wise_case import Gate, Norm, OutputGate, RopeCache, Sink, Streams, check_invariant, check_tokens_alone
 
+from kernels.latent_entry import rope_cache
 from kernels.residual_streams import FEWEST_LONG
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.rope_cache import rope_cache
 from kernels.silu_mul import silu_mul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention_sink import launch_attention_sink
+from kernels.latent_entry import launch_rope_cache
 from kernels.page import PAGE_TOKENS
 from kernels.residual_streams import StreamGates, StreamMemory, launch_add_to_streams
 from kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
-from kernels.rope_cache import launch_rope_cache
 from kernels.sigmoid_mul import launch_sigmoid_mul
 from kernels.silu_mul import launch_silu_mul
 from tests.support.fp8_entries import agree, encoded, read, used

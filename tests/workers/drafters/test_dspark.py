@@ -31,8 +31,7 @@ from workers.models import compressed_kernels, compressed_pass, general
 from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch, DecodeBatch
 from workers.proof.decode_steps import Candidate, SelfTest
-from workers.protocol.plan import BatchLayout, GraphKey, SamplingParams
-from workers.step.buckets import DecodeBuckets
+from workers.protocol.plan import BatchLayout, DecodeBuckets, GraphKey, SamplingParams
 from workers.step.decode import DecodeStep
 from workers.step.parts import _Drafted
 

@@ -18,7 +18,7 @@ from workers.config import EngineConfig
 from workers.fit.memory_plan import memory_plan
 from workers.fit.settings import Unfit, check_fit
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.request import pack_tokens
 from workers.rank.runner import PlanError
 from workers.scheduler.sequence import Phase
 

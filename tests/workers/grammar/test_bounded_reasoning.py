@@ -20,7 +20,7 @@ from workers.grammar.matcher import OPENING, RequestMatcher
 from workers.protocol.grammar import COMPILED_AT_ONCE, ForgetGrammar, Grammar, GrammarReady
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.scheduler.grammars import Grammars
 from workers.scheduler.sequence import Sequence, Tokens
 

@@ -16,11 +16,10 @@ from tests.workers.widths import restless
 from workers.graphs import capture
 from workers.graphs.capture import CapturedSplitStep, capture_split_steps, count_graphs, warm_up
 from workers.memory.scratch import Scratch
-from workers.protocol.plan import BatchLayout, GraphKey, StepPlan
+from workers.protocol.plan import BatchLayout, DecodeBuckets, GraphKey, StepPlan
 from workers.rank.runner import Runner
-from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
-from workers.step.stage import Stage
+from workers.step.mixed import Stage
 
 
 class Again:

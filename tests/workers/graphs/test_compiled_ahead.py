@@ -33,11 +33,10 @@ from workers.proof import decode_steps as selftest
 from workers.proof import segments as segment_proof
 from workers.proof import tails as tail_proof
 from workers.proof.prove import prove
-from workers.protocol.plan import Admission, PrefillRow, SamplingParams, StepPlan
+from workers.protocol.plan import Admission, DecodeBuckets, PrefillRow, SamplingParams, StepPlan
 from workers.rank.rank import max_context
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
-from workers.step.buckets import DecodeBuckets
 
 PUBLISHED = {
     "hidden_size": 256,

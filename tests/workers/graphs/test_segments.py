@@ -21,12 +21,19 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.sparse import SparseAttention
 from workers.models.attention.sparse_rows import selection
 from workers.models.general import GeneralOps
-from workers.protocol.plan import Admission, BatchLayout, PageGrant, PrefillRow, SamplingParams, StepPlan, TokenKey
+from workers.protocol.plan import (
+    Admission,
+    BatchLayout,
+    PageGrant,
+    PrefillRow,
+    SamplingParams,
+    StepPlan,
+    TokenBuckets,
+    TokenKey,
+)
 from workers.scheduler import Unsound
-from workers.step.buckets import TokenBuckets
-from workers.step.mixed import MixedStep
+from workers.step.mixed import MixedStep, Stage, Tail
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage, Tail
 
 POISON = 0xFF
 """Filled with it, a float is NaN and an id -1; with 0x7F, a float is nearly infinite and an id 2**63 and more."""

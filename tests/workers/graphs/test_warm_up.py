@@ -21,10 +21,10 @@ from workers.graphs.capture import compile_steps, warm_up
 from workers.graphs.mixed_warm_up import warm_up_mixed_steps
 from workers.memory.scratch import Scratch
 from workers.models.segments import Segments
-from workers.step.buckets import DecodeBuckets, token_buckets
+from workers.protocol.plan import DecodeBuckets, token_buckets
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepParts
-from workers.step.stage import Stage
 
 ROWS, BUDGET = 3, 40
 

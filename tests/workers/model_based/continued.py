@@ -11,7 +11,7 @@ from tests.workers.model_based.drive import Bench, Driven, Outcome
 from tests.workers.model_based.schedules import Add, Apply, Event, Plan, Schedule, random_schedule
 from workers.protocol.messages import Request
 from workers.protocol.plan import StepPlan
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.request import pack_tokens
 
 Continue = Callable[[str, Request, list[int], float], Add]
 """Function that makes the event with which a request goes on, from its name, itself, the tokens that were delivered and

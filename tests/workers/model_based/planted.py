@@ -17,8 +17,8 @@ from workers.scheduler import scheduler as scheduling
 from workers.step import decode, mixed
 from workers.step.masks import StepMasks
 from workers.step.mixed import MixedStep
+from workers.step.parts import SlotState
 from workers.step.sampling import SamplingState
-from workers.step.slots import SlotState
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

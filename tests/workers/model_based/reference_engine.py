@@ -3,7 +3,7 @@
 One request at a time. The whole sequence goes through transformers' model in fp32 for every token: no pages, no cache,
 no batch, no drafts. The next token is chosen from the last position's logits, in NumPy, step by step as the docstrings
 of `SamplingParams` say it. Nothing is taken from the engine but the noise, which is part of what a seed means
-(`kernels.sampling.philox`) and has a test of its own.
+(`kernels.sampling.reference`) and has a test of its own.
 
 How equality is decided. The engine adds numbers up in another order than transformers, so logits differ by rounding,
 and where two tokens come within that distance of one another either is right. `Choice` therefore says which tokens are
@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kernels.sampling.philox import gumbel_noise
+from kernels.sampling.reference import gumbel_noise
 from tests.workers.model_based.grammars import allowed
 from tests.workers.model_based.routing import routed_otherwise
 from tests.workers.models.oracle import load_oracle, oracle_logits

@@ -13,7 +13,7 @@ from tests.workers.model_based.drive import Bench
 from tests.workers.model_based.planted import min_tokens_begin_anew
 from tests.workers.model_based.schedules import Add
 from workers.protocol.messages import Request, RequestOutput
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.request import pack_tokens
 from workers.scheduler.results import Results
 
 

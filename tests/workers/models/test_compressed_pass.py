@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from kernels.page import PAGE_TOKENS
 from tests.support.interpreter import interpreted_pytest
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.models import compressed_kernels
 from workers.models.attention import compressed_rows
 from workers.models.attention.compressed_rows import rows_of_pass

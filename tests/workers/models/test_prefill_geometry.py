@@ -4,6 +4,7 @@ there are no more pieces than the entries fill."""
 from __future__ import annotations
 
 from typing import cast
+from unittest.mock import patch
 
 import torch
 from hypothesis import example, given, settings
@@ -13,6 +14,7 @@ from kernels.gather_context import gather_context
 from kernels.mla_prefill import most_partial
 from kernels.page import PAGE_TOKENS, pages_for
 from workers.memory.scratch import Scratch
+from workers.models.attention import expanded
 from workers.models.attention.backend import Heads
 from workers.models.attention.expanded import CONTEXT_ENTRIES, ExpandedChunks, PrefillGeometry, entries_of_a_row
 from workers.models.batch import PrefillBatch
@@ -110,25 +112,26 @@ def test_the_scheduler_knows_how_much_is_expanded_at_once() -> None:
 @given(contexts=contexts)
 def test_context_is_expanded_in_sizes_that_are_warmed_up(contexts: list[int]) -> None:
     """Rows may be any; and the memory is that which is reserved for the largest."""
-    warmed_up, expanded, rows = Expanding(), Expanding(), len(contexts)
+    warmed_up, attended, rows, heads = Expanding(), Expanding(), len(contexts), cast(Heads, None)
     largest = chunks_of(PrefillGeometry.largest(70 * rows, rows, CPU))
-    largest.reserve(cast(Heads, warmed_up))
+    with patch.object(expanded, "expand", warmed_up):
+        largest.reserve(heads)
     chunks = chunks_of(geometry_of(contexts, 0, torch.zeros(rows, 1, dtype=torch.int32)))
     for piece in chunks.context:
-        cast(Heads, expanded).expand(piece.latent_XL, piece.kv_XF)
+        attended(heads, piece.latent_XL, piece.kv_XF)
         for ours, most in ((piece.latent_XL, largest.context[0].latent_XL), (piece.kv_XF, largest.context[0].kv_XF)):
             assert len(piece.source_SC) <= len(ours) <= len(most)
         assert len(piece.keys.out_THV) * piece.keys.out_THV.shape[1] <= most_partial(70 * rows, 2, CPU)
-    assert expanded.sizes <= warmed_up.sizes
+    assert attended.sizes <= warmed_up.sizes
 
 
 class Expanding:
-    """Stand-in for `Heads`, which notes of how many latents keys are made."""
+    """Stand-in for `expanded.expand`, which notes of how many latents keys are made."""
 
     def __init__(self) -> None:
         self.sizes: set[int] = set()
 
-    def expand(self, latent_SL: torch.Tensor, kv_SF: torch.Tensor) -> None:
+    def __call__(self, heads: Heads, latent_SL: torch.Tensor, kv_SF: torch.Tensor) -> None:
         assert len(latent_SL) == len(kv_SF)
         self.sizes.add(len(latent_SL))
 

@@ -19,7 +19,7 @@ from workers.processes.failover import MOST_DEATHS, FailoverEngine
 from workers.protocol.front import EngineFault, Refused, RequestFailed
 from workers.protocol.messages import Cancel, Fault, FromWorker, Request, Requests, ToScheduler
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt, pack_tokens, unpack_tokens
+from workers.protocol.request import Prompt, pack_tokens, unpack_tokens
 
 PATIENT = EngineConfig(model="demo", heartbeat_timeout_s=600.0)
 """Schedulers that a test plays have no pulse."""

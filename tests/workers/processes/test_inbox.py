@@ -14,7 +14,7 @@ from workers.processes import inbox
 from workers.processes.inbox import Inbox
 from workers.protocol.messages import Cancel, Request, Requests, Shutdown
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 
 Taken = Request | Cancel | Shutdown
 

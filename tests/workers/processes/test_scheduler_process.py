@@ -31,8 +31,8 @@ from workers.protocol.messages import (
     ToWorker,
 )
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
-from workers.protocol.prompt import Prompt
 from workers.protocol.report import StepTime
+from workers.protocol.request import Prompt
 from workers.protocol.tiers import Pinned
 from workers.scheduler import Scheduler, step_limit
 

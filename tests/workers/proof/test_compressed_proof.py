@@ -23,9 +23,8 @@ from workers.models.attention.compressed_rows import CompressedRows
 from workers.models.batch import Batch
 from workers.models.deepseek_v4_model import CompressedModel
 from workers.proof.decode_steps import Candidate, SelfTest
-from workers.protocol.plan import GraphKey
+from workers.protocol.plan import DecodeBuckets, GraphKey
 from workers.protocol.report import BucketReport
-from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
 

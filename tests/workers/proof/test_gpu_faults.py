@@ -32,11 +32,10 @@ from workers.memory.scratch import Scratch
 from workers.proof.decode_steps import SelfTest
 from workers.proof.segments import SegmentProof
 from workers.proof.tails import prove_tails
-from workers.protocol.plan import Admission, GraphKey
+from workers.protocol.plan import Admission, GraphKey, TokenBuckets
 from workers.protocol.report import BucketReport
-from workers.step.buckets import TokenBuckets
+from workers.step.mixed import Stage, Tail
 from workers.step.parts import StepParts
-from workers.step.stage import Stage, Tail
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -26,13 +26,11 @@ from workers.parallel.mesh import Mesh
 from workers.proof import segments
 from workers.proof.segments import SegmentProof
 from workers.proof.tails import prove_tails
-from workers.protocol.plan import PrefillRow, StepPlan
+from workers.protocol.plan import PrefillRow, StepPlan, TokenBuckets
 from workers.protocol.report import BucketReport
 from workers.rank.rank import Rank
-from workers.step.buckets import TokenBuckets
-from workers.step.mixed import MixedStep
+from workers.step.mixed import MixedStep, Stage, Tail
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage, Tail
 
 BUDGET = 80
 

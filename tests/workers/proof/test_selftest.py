@@ -21,9 +21,8 @@ from tests.workers.test_engine import engine
 from workers.memory.scratch import Scratch
 from workers.models import general
 from workers.proof.decode_steps import Candidate, SelfTest
-from workers.protocol.plan import Admission, GraphKey
+from workers.protocol.plan import Admission, DecodeBuckets, GraphKey
 from workers.protocol.report import BucketReport
-from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
 from workers.step.parts import StepOutput, StepParts
 

@@ -24,8 +24,8 @@ from workers.proof import decode_steps as selftest
 from workers.proof.prove import prove
 from workers.protocol.front import EngineFault
 from workers.protocol.messages import FromWorker, ToFront
+from workers.protocol.plan import DecodeBuckets
 from workers.protocol.report import BucketReport, SelfTestReport
-from workers.step.buckets import DecodeBuckets
 
 
 @pytest.fixture(scope="module")

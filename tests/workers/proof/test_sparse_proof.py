@@ -18,11 +18,11 @@ from workers.memory.scratch import Scratch
 from workers.models.attention import sparse_rows
 from workers.proof.decode_steps import MOST_PAGES, Candidate, SelfTest
 from workers.proof.segments import MOST_CONTEXT, SegmentProof
+from workers.protocol.plan import DecodeBuckets
 from workers.protocol.report import BucketReport
-from workers.step.buckets import DecodeBuckets
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 TOP_K = 260
 """Number of selected positions: more than the rows of other models have on a CPU."""

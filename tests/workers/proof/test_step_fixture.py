@@ -22,8 +22,8 @@ from workers.proof.step_fixture import HUGE_PAGE, Outcome, StepFixture
 from workers.protocol.plan import GraphKey
 from workers.protocol.report import BucketReport
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepOutput, StepParts
-from workers.step.stage import Stage
 
 SLOTS = 12
 

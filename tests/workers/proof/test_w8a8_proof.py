@@ -19,8 +19,8 @@ from workers.proof.decode_steps import Candidate, SelfTest
 from workers.proof.segments import SegmentProof
 from workers.protocol.plan import BatchLayout
 from workers.step.decode import DecodeStep
+from workers.step.mixed import Stage
 from workers.step.parts import StepParts
-from workers.step.stage import Stage
 
 MOST = 0.12
 """Largest difference in logits: bf16 makes it a few hundredths in this model, FP8 a fifth."""

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol import prompt as prompts
-from workers.protocol.prompt import Prompt, pack_tokens, page_keys
+from workers.protocol import request as prompts
+from workers.protocol.request import Prompt, pack_tokens, page_keys
 from workers.scheduler.sequence import Tokens
 
 lengths = st.integers(0, 3) | st.integers(62, 66) | st.integers(126, 200)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.sampling.philox import gumbel_noise
-from workers.protocol.seeds import LEAST_SEED, MOST_SEED, sequence_seeds
+from kernels.sampling.reference import gumbel_noise
+from workers.protocol.request import LEAST_SEED, MOST_SEED, sequence_seeds
 
 VOCAB, PROMPTS = 64, 6400
 MOST_CHI_SQUARE = 116.4

@@ -32,7 +32,7 @@ from workers.protocol.plan import SamplingParams
 from workers.rank import rank
 from workers.rank.runner import PlanError
 from workers.scheduler import Scheduler, pages
-from workers.step.slots import SlotState
+from workers.step.parts import SlotState
 
 DRAWN = SamplingParams(40, temperature=1.0, seed=5, logprobs=1)
 PAGES = 40

@@ -12,7 +12,7 @@ import pytest
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.protocol.messages import Ready
 from workers.protocol.plan import Admission, PageGrant, PrefillRow, SamplingParams, StepPlan, StepResult, TopLogprobs
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.request import pack_tokens
 from workers.recording.file import MAGIC, Recorder, Recording, RecordingError, config_hash, read_recording
 
 VOCAB = 50_000

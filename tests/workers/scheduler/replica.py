@@ -15,7 +15,7 @@ from kernels.page import NULL_PAGE, PAGE_TOKENS, GlobalPage
 from tests.workers.widths import restless
 from workers.protocol.messages import Request, RequestOutput
 from workers.protocol.plan import SamplingParams, StepPlan
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, Moved, Moves, check_of
 from workers.scheduler import Scheduler, SchedulerConfig, max_pages_per_row
 from workers.scheduler import pages as placing

@@ -15,10 +15,10 @@ import pytest
 from test_speculation import MOST, row
 from workload import config
 
+from workers.protocol.plan import DecodeBuckets
 from workers.protocol.report import StepTime
 from workers.scheduler.speculation import TIMED, Speculation
 from workers.scheduler.step_times import UNUSUAL_IN_A_ROW, StepTimes
-from workers.step.buckets import DecodeBuckets
 
 MILLISECONDS = {
     1: (1.65, 2.21, 2.36, 2.45),

@@ -13,7 +13,7 @@ from tests.workers.widths import restless
 from workers.processes.inbox import Inbox
 from workers.protocol.messages import Request, Requests
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt, pack_tokens
+from workers.protocol.request import Prompt, pack_tokens
 from workers.protocol.scores import Scores
 from workers.scheduler import Scheduler
 from workers.scheduler.queue import Arrivals

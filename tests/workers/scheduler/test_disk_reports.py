@@ -7,7 +7,7 @@ from disk_replica import filled, tiered
 from workload import tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import page_keys, unpack_keys
+from workers.protocol.request import page_keys, unpack_keys
 from workers.scheduler.disk_index import DiskIndex
 
 pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")

@@ -10,7 +10,7 @@ from replica import Replica
 from workload import tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import page_keys
+from workers.protocol.request import page_keys
 from workers.protocol.tiers import DiskMoved
 from workers.scheduler.disk_saves import WRITE_BATCH, DiskSaves
 from workers.scheduler.read_pace import LONGEST_S

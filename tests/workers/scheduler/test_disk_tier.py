@@ -10,8 +10,8 @@ from replica import Replica
 from workload import tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol import prompt as prompts
-from workers.protocol.prompt import page_keys
+from workers.protocol import request as prompts
+from workers.protocol.request import page_keys
 from workers.protocol.tiers import DiskMoved
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Entry

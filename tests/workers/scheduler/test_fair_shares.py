@@ -10,7 +10,7 @@ from workload import config, tokens
 
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.scheduler import max_pages_per_row
 from workers.scheduler.queue import NOT_SERVED, Shares, WaitingQueue, urgency
 from workers.scheduler.sequence import Sequence, Tokens

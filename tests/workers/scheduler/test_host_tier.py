@@ -13,10 +13,10 @@ from simulated_worker import alone
 from workload import config, random_config, random_request, tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol import prompt as prompts
+from workers.protocol import request as prompts
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import page_keys, unpack_keys
+from workers.protocol.request import page_keys, unpack_keys
 from workers.protocol.tiers import Moves, Pinned
 from workers.scheduler.host_tier import LOAD_S, HostTier, Ticket
 from workers.scheduler.pages import RowPages

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduler.kalman import DRIFT, LEAST, MOST, NOISE, Following
+from workers.scheduler.step_times import DRIFT, LEAST, MOST, NOISE, Following
 
 
 def parts_of(rng: random.Random) -> list[float]:

@@ -15,12 +15,11 @@ from test_speculation import MILLISECONDS, measured, step_seconds
 from workload import config
 
 from workers.protocol.messages import Request
-from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult
+from workers.protocol.plan import PrefillRow, SamplingParams, StepPlan, StepResult, token_buckets
 from workers.protocol.report import StepTime
 from workers.scheduler import Scheduler, SchedulerConfig
 from workers.scheduler.prompt_budget import AIM, DECODE_STEPS, FEWEST, PIECE, TAIL, Measured, MixedTarget, padded
 from workers.scheduler.step_times import StepTimes
-from workers.step.buckets import token_buckets
 
 BUDGET, ROWS = 2048, 16
 WOKEN = step_seconds("experts", 64, 1)

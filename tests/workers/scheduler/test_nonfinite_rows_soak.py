@@ -11,7 +11,7 @@ from simulated_worker import VOCAB
 from workload import config, random_config, random_request, tokens
 
 from workers.scheduler import Unsound
-from workers.scheduler.soundness import CANARY_ID, NONFINITE_STEPS
+from workers.scheduler.results import CANARY_ID, NONFINITE_STEPS
 
 POISON = VOCAB
 """Token that nobody generates."""

@@ -10,7 +10,7 @@ from replica import Replica, owner_of
 from workload import config, tokens
 
 from kernels.page import Shards
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.scheduler import SchedulerConfig
 from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache

@@ -13,8 +13,8 @@ from replica import Replica
 from workload import config, tokens
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol import prompt as prompts
-from workers.protocol.prompt import NO_ROOT, Prompt, page_keys, salted_root, unpack_keys
+from workers.protocol import request as prompts
+from workers.protocol.request import NO_ROOT, Prompt, page_keys, salted_root, unpack_keys
 from workers.scheduler.pages import PagePool
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.sequence import Tokens
@@ -141,7 +141,7 @@ def test_the_statistics_name_the_ends_of_what_was_used_last() -> None:
 
 
 def test_a_colliding_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.protocol.prompt.chain_key", lambda parent, page: SEVEN)
+    monkeypatch.setattr("workers.protocol.request.chain_key", lambda parent, page: SEVEN)
     replica = Replica(config())
     assert run_one(replica, "a", tokens(200, seed=1)) == 0
     assert run_one(replica, "b", tokens(200, seed=2)) == 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.page import PAGE_TOKENS
-from workers.protocol.prompt import REPORTED_BYTES, Prompt, pack_keys, unpack_keys
+from workers.protocol.request import REPORTED_BYTES, Prompt, pack_keys, unpack_keys
 from workers.scheduler import prefix_summary
 from workers.scheduler.pages import PagePool, RowPages
 from workers.scheduler.prefix import PrefixCache

@@ -180,7 +180,7 @@ def test_an_urgent_request_may_take_the_slot_that_is_kept() -> None:
 
 
 def test_a_colliding_leader_is_waited_for_in_vain_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.protocol.prompt.chain_key", lambda parent, page: bytes(16))
+    monkeypatch.setattr("workers.protocol.request.chain_key", lambda parent, page: bytes(16))
     replica = Replica(config(token_budget=100))
     for seed in range(3):
         replica.add(str(seed), tokens(300, seed=seed), max_tokens=5)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from workers.protocol.plan import token_buckets
 from workers.scheduler.prompt_budget import FEWEST, PIECE, WORTHWHILE, Costs, PromptBudget, padded
-from workers.step.buckets import token_buckets
 
 BUDGET = 2048
 

@@ -17,7 +17,7 @@ from workers.protocol.grammar import (
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
 from workers.scheduler import Scheduler, SchedulerConfig
-from workers.scheduler.soundness import DEAD_END
+from workers.scheduler.results import DEAD_END
 
 A, B = Grammar("regex", "a+"), Grammar("regex", "b+")
 CONFIG = SchedulerConfig(slots=3, pages=40, max_context=400, token_budget=80, width=2, queue_limit=8)

@@ -15,7 +15,7 @@ from simulated_worker import VOCAB
 from workload import random_config, random_request
 
 from kernels import page
-from workers.protocol import prompt as prompts
+from workers.protocol import request as prompts
 from workers.scheduler import pages
 
 

@@ -11,8 +11,7 @@ from workload import config, tokens
 
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt
-from workers.protocol.sampling import TABLE
+from workers.protocol.request import TABLE, Prompt
 from workers.scheduler import Scheduler, max_pages_per_row
 
 

@@ -10,7 +10,7 @@ import pytest
 from replica import Replica
 from workload import random_config, random_request
 
-from workers.protocol import prompt as prompts
+from workers.protocol import request as prompts
 
 
 def soak(seed: int, requests: int = 25) -> Replica:

@@ -11,11 +11,10 @@ from simulated_worker import VOCAB, alone
 from workload import config, tokens
 
 from workers.protocol.messages import STEP_BUCKETS, Request
-from workers.protocol.plan import SamplingParams, StepPlan, StepResult
-from workers.protocol.prompt import pack_tokens
+from workers.protocol.plan import DecodeBuckets, SamplingParams, StepPlan, StepResult
 from workers.protocol.report import StepTime
+from workers.protocol.request import pack_tokens
 from workers.scheduler import Scheduler, max_entries_per_row, max_pages_per_row
-from workers.step.buckets import DecodeBuckets
 
 
 def test_a_prompt_is_cut_into_chunks_of_the_budget() -> None:

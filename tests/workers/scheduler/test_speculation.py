@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from workload import config
 
+from workers.protocol.plan import DecodeBuckets, row_buckets
 from workers.protocol.report import StepTime
 from workers.scheduler.speculation import SETTLED, WINDOW, Acceptance, Baseline, Speculation
 from workers.scheduler.step_times import StepTimes
-from workers.step.buckets import DecodeBuckets, row_buckets
 
 MOST = 4
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

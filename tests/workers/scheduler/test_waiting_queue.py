@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.scheduler.queue import WaitingQueue
 from workers.scheduler.sequence import Phase, Sequence, Tokens
 

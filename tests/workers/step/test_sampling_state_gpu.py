@@ -8,7 +8,7 @@ from captured import capture, check_replays
 from sampling_loop import chi_square_p
 from test_sampling_speculation import CASES, TARGET, filtered_distribution, seeded
 
-from kernels.verify import accept_drafts
+from kernels.decode_state import accept_drafts
 from workers.memory.scratch import Scratch
 from workers.protocol.plan import Admission, BatchLayout, SamplingParams
 from workers.step.sampling import SamplingState

@@ -6,7 +6,7 @@ import torch
 
 from kernels.page import Shards
 from workers.protocol.plan import Admission, PageGrant, SamplingParams
-from workers.step.slots import SlotState
+from workers.step.parts import SlotState
 
 
 def test_a_slot_has_the_pages_that_its_own_request_was_granted() -> None:

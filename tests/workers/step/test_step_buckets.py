@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.protocol.plan import BatchLayout
-from workers.step.buckets import MOST_DENSE_ROWS, DecodeBuckets, TokenBuckets, row_buckets, token_buckets
+from workers.protocol.plan import MOST_DENSE_ROWS, BatchLayout, DecodeBuckets, TokenBuckets, row_buckets, token_buckets
 
 bucket_sets = st.builds(DecodeBuckets, st.integers(1, 600), st.integers(1, 8), st.booleans(), st.booleans())
 

@@ -22,7 +22,7 @@ import torch
 
 from kernels.page import PAGE_TOKENS
 from workers.parallel.group import Group
-from workers.protocol.prompt import chain_keys, pack_tokens
+from workers.protocol.request import chain_keys, pack_tokens
 from workers.protocol.tiers import FOUND, DiskFound, DiskMoved, DiskMoves, DiskPage
 from workers.tiers import disk_files
 from workers.tiers.disk_files import HEADER_BYTES, DiskFailedError, DiskFiles, segment_name, slots_within

@@ -13,7 +13,7 @@ import torch
 from kernels.page import PAGE_TOKENS, Shards
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams, StepPlan, StepResult
-from workers.protocol.prompt import Prompt
+from workers.protocol.request import Prompt
 from workers.protocol.tiers import Moved, Moves
 from workers.scheduler import Scheduler, SchedulerConfig
 from workers.tiers.host_memory import HostMemory

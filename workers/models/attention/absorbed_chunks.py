@@ -18,8 +18,7 @@ from typing_extensions import override
 from kernels.own_entries import OwnEntries
 from kernels.page import pages_for
 from kernels.strands import most_pieces
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, DecodeRows, plan_rows
 from workers.models.attention.shards import ShardedRows

@@ -13,7 +13,6 @@ from functools import cached_property
 from torch import Tensor
 
 from kernels.attention_sink import attention_sink
-from kernels.linear import linear
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,6 @@ class Heads:
     def value_HVL(self) -> Tensor:
         """W_UV."""
         return self.up_HFL[:, self.nope :]
-
-    def expand(self, latent_SL: Tensor, kv_SF: Tensor) -> None:
-        """Keys without their roped part, and values, of all heads side by side."""
-        linear(latent_SL, self.up_HFL.flatten(0, 1), kv_SF)
 
     def add_sinks(self, out_THV: Tensor, lse_TH: Tensor) -> None:
         """Let the sinks of heads that have such take part in attention whose output, and whose log-sum-exp over all

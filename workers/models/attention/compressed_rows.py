@@ -24,8 +24,7 @@ from kernels import compressed
 from kernels.compressed import TokenRows
 from kernels.page import PAGE_TOKENS
 from kernels.runtime.dependent import launches_dependently
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.models import compressed_kernels
 from workers.models.batch import Batch
 from workers.models.choices import Choices

@@ -26,11 +26,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from kernels.gather_context import gather_context
+from kernels.linear import linear
 from kernels.merge_attention import merge_attention
 from kernels.mla_prefill import key_parts, mla_prefill, most_partial
 from kernels.page import PAGE_TOKENS
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.shards import SharedContext
 from workers.models.batch import PrefillBatch
@@ -207,7 +207,7 @@ class ExpandedChunks(Backend):
                 gather_context(cache_PKC, self.geometry.page_BP, *entries, begin=begin, latent=latent)
             else:
                 piece.shared.gather(cache_PKC, *entries, begin=begin, latent=latent)
-            heads.expand(piece.latent_XL, piece.kv_XF)
+            expand(heads, piece.latent_XL, piece.kv_XF)
             self._attend(heads, keys, causal=False)
             into_THV = self.out_THV if piece is context[-1] else own.out_THV
             merge_attention(own.out_THV, own.lse_TH, keys.out_THV, keys.lse_TH, into_THV, own.lse_TH)
@@ -220,7 +220,7 @@ class ExpandedChunks(Backend):
             if piece.shared is not None:
                 piece.shared.reserve()
             for count in range(EXPANDED, piece.latent_XL.shape[0] + 1, EXPANDED):
-                heads.expand(piece.latent_XL[:count], piece.kv_XF[:count])
+                expand(heads, piece.latent_XL[:count], piece.kv_XF[:count])
 
     def _attend(self, heads: Heads, keys: PrefillKeys, *, causal: bool) -> None:
         mla_prefill(
@@ -237,6 +237,11 @@ class ExpandedChunks(Backend):
             max_q=self.geometry.max_q,
             max_k=keys.max_k,
         )
+
+
+def expand(heads: Heads, latent_SL: Tensor, kv_SF: Tensor) -> None:
+    """Keys without their roped part, and values, of all heads side by side."""
+    linear(latent_SL, heads.up_HFL.flatten(0, 1), kv_SF)
 
 
 def entries_of_a_row(rows: int) -> int:

@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.latent_entry import rope_cache
 from kernels.own_entries import OwnEntries
 from kernels.rms_norm import AddNorm
-from kernels.rope_cache import rope_cache
 from kernels.runtime.dependent import launches_dependently
 from kernels.sigmoid_mul import sigmoid_mul
 from workers.cache.spec import CacheSpec, latent_spec
@@ -30,7 +30,7 @@ from workers.memory.scratch import Scratch
 from workers.models.attention.absorbed_chunks import AbsorbedChunks, ChunkRows
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, DecodeRows, Entering, plan_rows
-from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry
+from workers.models.attention.expanded import ExpandedChunks, PrefillGeometry, expand
 from workers.models.attention.indexer import Indexed
 from workers.models.attention.shards import ShardedRows
 from workers.models.batch import Batch
@@ -258,7 +258,7 @@ class LatentAttention:
             eps=heads.norm_eps,
         )
         if out.kv_THF is not None:
-            heads.expand(out.latent_TC[:, : heads.latent], out.kv_THF.flatten(1))
+            expand(heads, out.latent_TC[:, : heads.latent], out.kv_THF.flatten(1))
         return latent
 
     def allocate_attended(self, tokens: int, scratch: Scratch) -> Tensor:

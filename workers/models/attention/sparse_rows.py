@@ -26,8 +26,7 @@ from kernels.sparse import (
     sparse_decode,
     write_index_keys,
 )
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch, bytes_of
+from workers.memory.scratch import Scratch, bytes_of, on_device
 from workers.models.attention.backend import Backend, Geometry, Heads
 from workers.models.attention.decode_rows import DecodeMemory, Entering, absorb
 from workers.models.attention.indexer import Indexed

@@ -22,8 +22,7 @@ from torch import Tensor
 from kernels.gather_context import gather_context
 from kernels.page import PAGE_TOKENS, pages_for
 from kernels.sparse import widens_selected
-from workers.memory.pinned import on_device
-from workers.memory.scratch import Scratch
+from workers.memory.scratch import Scratch, on_device
 from workers.models.attention.backend import Heads
 from workers.models.batch import PrefillBatch
 
