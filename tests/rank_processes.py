@@ -1,7 +1,7 @@
 """Processes of several ranks on one machine.
 
-Where there is no GPU they are forked from a process that has imported what they need: those seconds are most of what a
-process costs.
+Where there is no GPU they are forked from a process that has imported what they need, and what the modules of tests do,
+in which their functions are: those seconds are most of what a process costs.
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ def start_method() -> SpawnContext | ForkServerContext:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["workers.rank.worker_process"])
+    context.set_forkserver_preload(["workers.rank.worker_process", "pytest", "transformers.models.auto.modeling_auto"])
     return context
 
 

@@ -163,8 +163,16 @@ class WeightSource(ABC):
         """Copy what this rank reads of `part` into `into`, which is plain or in the format in which it is stored."""
         self.fill_matrix(into, part)
         if part.rope is not None:
-            self.settle()
-            _reorder(into, part.rope)
+            scaled = into.scales is not None and into.scaled_rows == 1  # scales of blocks of rows stay: `Format.kept`
+            for tensor in [into.data, into.scales] if scaled else [into.data]:
+                assert tensor is not None
+                numbers = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+                numbers.copy_(self.in_order(numbers, part.rope))
+
+    def in_order(self, x: Tensor, rope: RopeRows) -> Tensor:
+        """The rows of a tensor, when it is in place, in the order in which they are kept."""
+        self.settle()
+        return x[rope.order(x.shape[0], x.device)]
 
     def fill_matrix(self, into: Weight, part: Part) -> None:
         """`fill`, in the checkpoint's order. Here of plain matrices alone."""
@@ -279,14 +287,10 @@ class DryRun(WeightSource):
         self.wanted |= self.stored_format(part.name).tensors(self.stored(part.name), *part.shape)
 
     @override
+    def in_order(self, x: Tensor, rope: RopeRows) -> Tensor:
+        """As it is: to index tensors without memory torch imports its compiler, which takes a start a second."""
+        return x
+
+    @override
     def progress(self, text: str) -> None:
         """Report nothing."""
-
-
-def _reorder(weight: Weight, rope: RopeRows) -> None:
-    """Put rows into the order in which they are kept, in place. Scales of blocks of rows stay: see `Format.kept`."""
-    order = rope.order(weight.shape[0], weight.data.device)
-    tensors = [weight.data] if weight.scales is None or weight.scaled_rows > 1 else [weight.data, weight.scales]
-    for tensor in tensors:
-        numbers = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-        numbers.copy_(numbers[order])

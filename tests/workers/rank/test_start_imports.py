@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny_models import write_tiny
+
 CONSTRAINED = """
 import sys
 import torch
@@ -38,13 +40,13 @@ from workers.config import EngineConfig
 from workers.graphs.guard import capture_guard
 from workers.protocol.plan import SamplingParams
 
-device, *heavy = sys.argv[1:]
+device, model, *heavy = sys.argv[1:]
 own = [[torch.zeros(8)], [torch.zeros(8)]]
 with _noting(Layers(own)) as noted, capture_guard(torch.device("cpu")):
     own[0][0].add_(1)
 assert len(noted) == 1
 settings = {"max_rows": 2, "token_budget": 64, "max_context": 128, "cache_pages": 9}
-engine = InlineEngine(EngineConfig(model="demo", **settings), torch.device(device))
+engine = InlineEngine(EngineConfig(model=model, **settings), torch.device(device))
 engine.add("one", [3, 14, 15], SamplingParams(max_tokens=4))
 assert len(engine.run()["one"].tokens) == 4
 engine.runner.close()
@@ -84,7 +86,13 @@ def run(program: str, *arguments: str) -> str:
 
 @pytest.mark.long
 def test_a_rank_does_not_import_torchs_compiler() -> None:
-    assert run(PROGRAM, "cpu", *HEAVY) == "[]"
+    assert run(PROGRAM, "cpu", "demo", *HEAVY) == "[]"
+
+
+@pytest.mark.long
+def test_a_rank_does_not_either_where_rows_of_a_checkpoint_change_places(tmp_path: Path) -> None:
+    """Rows of Hy4's indexers change places within a head, and are roped in other pairs."""
+    assert run(PROGRAM, "cpu", str(write_tiny(tmp_path, "hyv4")), *HEAVY) == "[]"
 
 
 @pytest.mark.long
@@ -104,4 +112,4 @@ def test_what_a_rank_imports_is_not_searched_for_garbage_and_all_else_is() -> No
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_rank_with_graphs_does_not_either() -> None:
-    assert run(PROGRAM, "cuda", *HEAVY) == "[]"
+    assert run(PROGRAM, "cuda", "demo", *HEAVY) == "[]"

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace as replace_config
 from itertools import count
+from typing import TypeVar
 
 from msgspec.structs import replace
 from simulated_worker import SimulatedWorker, alone, slots_of
@@ -24,6 +25,8 @@ from workers.scheduler.disk_tier import DiskTier
 from workers.scheduler.host_tier import HostTier
 from workers.scheduler.pages import PagePool
 from workers.scheduler.sequence import Phase
+
+Answer = TypeVar("Answer", Moved, DiskMoved)
 
 
 class Replica:
@@ -147,22 +150,27 @@ class Replica:
             self.answers += [Moved(rank, moves.ticket, fails) for rank, fails in enumerate(lost)]
             self.lost[moves.ticket] = any(lost)
 
-    def answer(self) -> None:
-        """Let one rank say that it is done, whichever."""
-        answer = self.answers.pop(self.chance.randrange(len(self.answers)))
+    def answer(self, rank: int | None = None) -> None:
+        """Let one rank say that it is done, whichever where none is given."""
+        answer = self._of(rank, self.answers)
         if all(other.ticket != answer.ticket for other in self.answers):
             self.worker.loaded(answer.ticket, lost=self.lost.pop(answer.ticket))
         self.scheduler.moved(answer)
 
-    def answer_of_disk(self) -> None:
-        """Let one rank say that it is done, whichever. The last one names what is bad."""
-        answer = self.disk_answers.pop(self.chance.randrange(len(self.disk_answers)))
+    def answer_of_disk(self, rank: int | None = None) -> None:
+        """Let one rank say that it is done, whichever where none is given. The last one names what is bad."""
+        answer = self._of(rank, self.disk_answers)
         if all(other.ticket != answer.ticket for other in self.disk_answers):
             pages = len(slots_of(self.worker.on_disk[answer.ticket][0]))
             bad = self.worker.moved_on_disk(answer.ticket, self.bad.pop(answer.ticket))
             seconds = 0.001 if self.page_s is None else self.page_s * pages
             answer = replace(answer, bad=tuple(bad), seconds=seconds)
         self.scheduler.disk_moved(answer)
+
+    def _of(self, rank: int | None, answers: list[Answer]) -> Answer:
+        """Take any answer of a rank, or of any rank."""
+        places = [place for place, answer in enumerate(answers) if rank in (None, answer.rank)]
+        return answers.pop(self.chance.choice(places))
 
     def start_again(self) -> Replica:
         """A replica that finds on disk what this one has left there; this one ends in the middle of everything."""

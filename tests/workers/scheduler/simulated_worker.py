@@ -99,6 +99,8 @@ class SimulatedWorker:
         """By slot of host memory: a page of all caches."""
         self.loading: dict[int, list[tuple[int, int]]] = {}
         """By ticket: slots and pages."""
+        self.pinned: int | None = None
+        """Slots of host memory that all ranks can copy to and from, where they say so."""
         self.forgetful = False
         """A planted fault: the caches of the drafter are not copied."""
         self.late = False
@@ -198,6 +200,9 @@ class SimulatedWorker:
 
     def move(self, moves: Moves) -> None:
         """Saves are done at once. Pages that are loaded hold nothing until all ranks have said that they are done."""
+        for slot in [slot for _, slot in moves.saves] + [slot for slot, _ in moves.loads]:
+            held = f"slot {slot} of host memory, of which a rank has {self.pinned}"
+            assert self.pinned is None or slot < self.pinned, held
         if self.late and moves.saves:
             self.saving[moves.ticket] = moves
         else:

@@ -18,7 +18,7 @@ from workers.scheduler.sequence import Phase
 pytestmark = pytest.mark.usefixtures("short_prompts_are_worth_a_load")
 
 
-def test_nobody_waits_for_a_slow_disk_longer_than_computing_takes() -> None:
+def waits_as_long_as_computing_takes() -> None:
     """Steps of the simulated worker take a millisecond each."""
     replica = tiered()
     first = waiting(replica)
@@ -45,6 +45,14 @@ def test_nobody_waits_for_a_slow_disk_longer_than_computing_takes() -> None:
     served(replica, "other", tokens(600, seed=9))
     assert served(replica, "d", first) == LONG
     assert replica.scheduler.stats().disk_loaded_pages == 9
+
+
+def test_nobody_waits_for_a_slow_disk_longer_than_computing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_as_long_as_computing_takes()
+    # A planted fault: there is no deadline.
+    monkeypatch.setattr(DiskLoads, "overdue", lambda self, now: [])
+    with pytest.raises(AssertionError, match="LOADING"):
+        waits_as_long_as_computing_takes()
 
 
 def test_a_disk_that_does_not_answer_is_given_up_and_its_slots_stay_pinned(caplog: pytest.LogCaptureFixture) -> None:

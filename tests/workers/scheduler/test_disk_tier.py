@@ -44,7 +44,7 @@ def test_only_pages_that_host_memory_lacks_are_read() -> None:
     assert replica.scheduler.stats().disk_loaded_pages == 9 - here
 
 
-def test_the_disk_is_shared_among_requests_of_one_salt_alone() -> None:
+def of_one_salt() -> None:
     replica = tiered(host_pages=10)
     first, second = tokens(600, seed=1), tokens(600, seed=2)
     assert served(replica, "a", first, b"one") == served(replica, "b", second, b"one") == 0
@@ -53,6 +53,14 @@ def test_the_disk_is_shared_among_requests_of_one_salt_alone() -> None:
     assert replica.scheduler.stats().disk_loaded_pages == 0
     assert served(replica, "same salt", first, b"one") == LONG
     assert replica.scheduler.stats().disk_loaded_pages == 9
+
+
+def test_the_disk_is_shared_among_requests_of_one_salt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_one_salt()
+    # A planted fault: keys have no salt.
+    monkeypatch.setattr("workers.scheduler.scheduler.salted_root", lambda root, salt: root)
+    with pytest.raises(AssertionError):
+        of_one_salt()
 
 
 def test_who_waits_for_the_disk_holds_no_page_of_the_device() -> None:

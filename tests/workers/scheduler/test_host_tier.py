@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from host_replica import ask, loading, pinned, served, tiered
 from replica import Replica
 from simulated_worker import alone
 from workload import config, random_config, random_request, tokens
@@ -17,32 +18,12 @@ from workers.protocol import request as prompts
 from workers.protocol.messages import Request
 from workers.protocol.plan import SamplingParams
 from workers.protocol.request import page_keys, unpack_keys
-from workers.protocol.tiers import Moves, Pinned
+from workers.protocol.tiers import Moves
 from workers.scheduler.host_tier import LOAD_S, HostTier, Ticket
 from workers.scheduler.pages import RowPages
 from workers.scheduler.prefix import PrefixCache
 from workers.scheduler.prefix_summary import Copy, Entry
 from workers.scheduler.sequence import Phase, Sequence, Tokens
-
-
-def tiered(**changes: object) -> Replica:
-    """A device with room for one long prompt, and host memory for all."""
-    settings: dict[str, object] = {"pages": 11, "max_context": 640, "host_pages": 100, "load_least": 1, "slots": 3}
-    return Replica(config(**(settings | changes)))
-
-
-def ask(replica: Replica, name: str, prompt: list[int], **sampling: object) -> None:
-    assert replica.add(name, prompt, max_tokens=2, **sampling) is None
-
-
-def served(replica: Replica, name: str, prompt: list[int], salt: bytes = b"") -> int:
-    """Run a request to its end; prompt tokens that it found cached."""
-    ask(replica, name, prompt, salt=salt)
-    replica.run()
-    replica.check_tokens()
-    replica.check_pages()
-    replica.check_rest()
-    return replica.outputs[name][0].cached_tokens
 
 
 def test_what_left_the_device_comes_back_from_host_memory() -> None:
@@ -216,14 +197,6 @@ def test_where_pages_lack_one_load_is_given_up_and_not_all() -> None:
     replica.check_tokens()
 
 
-def pinned(replica: Replica, *slots: int) -> Replica:
-    """The replica when each rank has pinned so many."""
-    for rank, count in enumerate(slots):
-        replica.scheduler.pinned(Pinned(rank, count))
-    replica.check_pages()
-    return replica
-
-
 def test_nothing_is_saved_before_host_memory_is_pinned() -> None:
     replica = pinned(tiered(pins_pages=True, ranks=2), 100, 0)
     served(replica, "a", tokens(600, seed=1))
@@ -311,19 +284,6 @@ def test_routers_are_told_of_sessions_in_host_memory_by_their_last_use() -> None
     for number in (0, 2):
         assert served(replica, f"again {number}", sessions[number]) == 9 * PAGE_TOKENS
     assert reported() == {0, 2, 6, 7, 8, 9}
-
-
-def loading(replica: Replica) -> list[int]:
-    """A prompt that is being loaded for request `c`."""
-    first = tokens(600, seed=1)
-    served(replica, "a", first)
-    served(replica, "b", tokens(600, seed=2))
-    ask(replica, "c", first)
-    while replica.plan() is not None:
-        pass
-    (sequence,) = replica.scheduler._live.values()
-    assert sequence.phase is Phase.LOADING
-    return first
 
 
 def test_others_pass_while_pages_are_loaded() -> None:

@@ -126,13 +126,17 @@ def flip(path: Path, at: int) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-@pytest.mark.parametrize("at", [0, 1, 4095, 4096, RECORD - 1])
-def test_one_bit_of_a_page_that_is_another_is_noticed(tmp_path: Path, at: int) -> None:
-    files, out_B = written(tmp_path), np.empty(RECORD, np.uint8)
+def a_bit_is_another(folder: Path, at: int) -> None:
+    files, out_B = written(folder), np.empty(RECORD, np.uint8)
     flip(files.folder / segment_name(0), 2 * RECORD + at)
     assert not files.read(page(3), out_B)
     assert files.read(page(2), out_B)
     assert files.read(page(4), out_B)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4095, 4096, RECORD - 1])
+def test_one_bit_of_a_page_that_is_another_is_noticed(tmp_path: Path, at: int) -> None:
+    a_bit_is_another(tmp_path, at)
 
 
 @pytest.mark.parametrize("at", [0, 8, 24, 40, 56, 60, 64, 72, 327, 328, 343])
@@ -143,13 +147,24 @@ def test_one_bit_of_a_header_that_is_another_is_noticed(tmp_path: Path, at: int)
     assert files.read(page(2), out_B)
 
 
-def test_a_write_that_was_torn_is_noticed(tmp_path: Path) -> None:
+def a_write_is_torn(folder: Path) -> None:
     """The first half of other contents are there when the process ends, and the header still says what was before."""
-    files, out_B = written(tmp_path), np.empty(RECORD, np.uint8)
+    files, out_B = written(folder), np.empty(RECORD, np.uint8)
     with (files.folder / segment_name(0)).open("r+b") as file:
         file.seek(2 * RECORD)
         file.write(contents(99)[: RECORD // 2].tobytes())
     assert not files.read(page(3), out_B)
+
+
+def test_a_write_that_was_torn_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_write_is_torn(tmp_path / "right")
+    # A planted fault: the digest is of the header alone.
+    honest = disk_files._digest
+    monkeypatch.setattr(disk_files, "_digest", lambda named, record_B: honest(named, record_B[:0]))
+    with pytest.raises(AssertionError):
+        a_write_is_torn(tmp_path / "torn")
+    with pytest.raises(AssertionError):
+        a_bit_is_another(tmp_path / "bit", 4096)
 
 
 def test_a_file_that_ends_too_early_or_is_gone_costs_its_pages(tmp_path: Path) -> None:
@@ -449,10 +464,10 @@ def test_only_what_all_nodes_have_counts() -> None:
 class Told(list[DiskMoved]):
     """Answers of movers."""
 
-    def wait(self, count: int) -> list[DiskMoved]:
-        deadline = time.monotonic() + 60
+    def wait(self, count: int, most_s: float = 60.0) -> list[DiskMoved]:
+        deadline = time.monotonic() + most_s
         while len(self) < count:
-            assert time.monotonic() < deadline, self
+            assert time.monotonic() < deadline, f"{count} answers are waited for, and there are {list(self)}"
             time.sleep(0.001)
         return list(self)
 
@@ -534,6 +549,51 @@ def test_a_disk_that_cannot_be_written_to_is_given_up_with_one_line(
     assert len([record for record in caplog.records if "it is not used any more" in record.message]) == 1
     assert os.strerror(code) in caplog.text
     moves.close()
+
+
+def a_full_disk(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Two pages of four find room."""
+    files, host, told = opened(folder), memory(), Told()
+    moves, honest = mover(files, host, told), os.pwritev
+
+    def full(descriptor: int, buffers: Any, at: int) -> int:
+        if at >= 2 * RECORD:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return honest(descriptor, buffers, at)
+
+    with patch.context() as broken:
+        broken.setattr(disk_files.os, "pwritev", full)
+        for number in range(1, 5):
+            moves.move(DiskMoves(number, saves=(page(number, host=number - 1),)))
+            told.wait(number)
+    moves.close()
+    saved = [not moved.bad for moved in told]
+    assert [moved.off for moved in told] == [False, False, True, True], "a full disk is written to again and again"
+    assert saved == [True, True, False, False], "pages count as saved that are not"
+
+
+class Unconcerned(DiskMover):
+    """A planted fault: a page that finds no room counts as saved."""
+
+    def _copied(self, one: Any) -> bool:
+        return super()._copied(one) or one.kind == "save"
+
+
+class Persistent(DiskMover):
+    """A planted fault: a disk is written to that has no room."""
+
+    def _give_up(self, why: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("fault", "shows"), [(Unconcerned, "count as saved"), (Persistent, "again and again")])
+def test_a_full_disk_is_given_up_and_nothing_counts_as_saved_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[DiskMover], shows: str
+) -> None:
+    a_full_disk(tmp_path / "right", monkeypatch)
+    monkeypatch.setattr(sys.modules[__name__], "DiskMover", fault)
+    with pytest.raises(AssertionError, match=shows):
+        a_full_disk(tmp_path / "wrong", monkeypatch)
 
 
 def test_reads_that_fail_cost_their_pages_and_many_of_them_the_disk(
@@ -649,8 +709,8 @@ def test_a_disk_that_writes_nothing_and_tells_no_error_is_given_up(
     moves.close()
 
 
-def test_a_read_that_never_ends_holds_up_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, host, told = written(tmp_path), memory(), Told()
+def a_read_never_ends(folder: Path, patch: pytest.MonkeyPatch, most_s: float) -> None:
+    files, host, told = written(folder), memory(), Told()
     honest, release = os.preadv, threading.Event()
 
     def preadv(descriptor: int, buffers: Any, at: int) -> int:
@@ -658,17 +718,28 @@ def test_a_read_that_never_ends_holds_up_nothing_else(tmp_path: Path, monkeypatc
             release.wait(60)
         return honest(descriptor, buffers, at)
 
-    monkeypatch.setattr(disk_files.os, "preadv", preadv)
-    monkeypatch.setattr("workers.tiers.disk_mover.CLOSING_S", 0.01)
-    moves = mover(files, host, told)
-    moves.move(DiskMoves(1, loads=(page(1), page(2, host=1))))
-    moves.move(DiskMoves(2, loads=(page(3, host=2),)))
-    moves.move(DiskMoves(3, saves=(page(6),)))
-    assert {moved.ticket for moved in told.wait(2)} == {2, 3}
-    moves.close()
-    assert len(told) == 2
-    release.set()
+    with patch.context() as broken:
+        broken.setattr(disk_files.os, "preadv", preadv)
+        broken.setattr("workers.tiers.disk_mover.CLOSING_S", 0.01)
+        moves = mover(files, host, told)
+        moves.move(DiskMoves(1, loads=(page(1), page(2, host=1))))
+        moves.move(DiskMoves(2, loads=(page(3, host=2),)))
+        moves.move(DiskMoves(3, saves=(page(6),)))
+        try:
+            assert {moved.ticket for moved in told.wait(2, most_s)} == {2, 3}
+            moves.close()
+            assert len(told) == 2
+        finally:
+            release.set()
     assert told.wait(3)[-1].ticket == 1
+
+
+def test_a_read_that_never_ends_holds_up_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_read_never_ends(tmp_path / "right", monkeypatch, most_s=60)
+    # A planted fault: one page is read at a time.
+    monkeypatch.setattr("workers.tiers.disk_mover.READERS", 1)
+    with pytest.raises(AssertionError, match="2 answers are waited for"):
+        a_read_never_ends(tmp_path / "wrong", monkeypatch, most_s=0.2)
 
 
 def test_what_is_found_is_told_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,17 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels.page import PAGE_TOKENS, LocalPage, Shards
+from kernels.page_records import PagedRecords
 from workers.cache.paged import PagedCache
 from workers.cache.spec import CacheSpec, IndexSpec, Int8IndexSpec, LatentSpec, latent_spec
 from workers.parallel.group import Group
@@ -20,6 +24,7 @@ from workers.parallel.mesh import Mesh
 from workers.protocol.messages import Fault
 from workers.protocol.tiers import Moved, Moves, Pinned
 from workers.tiers import host_memory
+from workers.tiers import mover as mover_module
 from workers.tiers.host_memory import HostMemory, available_bytes, node_name
 from workers.tiers.mover import (
     ALIGNMENT,
@@ -59,7 +64,7 @@ def memory(ranks: int = 1, shards: int = 1) -> list[HostMemory]:
     return [HostMemory(shared, rank, tuple(each % shards for each in range(ranks))) for rank in range(ranks)]
 
 
-def test_a_page_comes_back_with_all_its_bits() -> None:
+def comes_back_with_all_its_bits() -> None:
     cache, told = caches(1), list[Moved]()
     mover = PageMover(cache, memory()[0], 3, told.append)
     pages = {page: contents(cache, page) for page in range(PAGES)}
@@ -73,6 +78,25 @@ def test_a_page_comes_back_with_all_its_bits() -> None:
     for page in range(PAGES):
         expected = pages[came_from[page]] if page in came_from else others[page]
         assert contents(cache, page) == expected, page
+
+
+def test_a_page_comes_back_with_all_its_bits() -> None:
+    comes_back_with_all_its_bits()
+
+
+@pytest.mark.parametrize("layer", range(len(SPECS)), ids=lambda layer: f"{layer} {type(SPECS[layer]).__name__}")
+@pytest.mark.parametrize("way", ["gather_pages", "scatter_pages"])
+def test_a_cache_that_a_copy_leaves_out_is_noticed(layer: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: latents, with their scales where they are FP8, or index keys, of one layer stay behind."""
+    honest = getattr(mover_module, way)
+
+    def without(records: PagedRecords, *rest: torch.Tensor) -> None:
+        layers, begins = ((*of[:layer], *of[layer + 1 :]) for of in (records.layers, records.begins))
+        honest(replace(records, layers=layers, begins=begins), *rest)
+
+    monkeypatch.setattr(mover_module, way, without)
+    with pytest.raises(AssertionError):
+        comes_back_with_all_its_bits()
 
 
 def test_ranks_write_a_part_each_and_read_all() -> None:
@@ -195,6 +219,99 @@ def test_slots_side_by_side_are_copied_at_once_within_what_is_pinned_at_once(
     slots: list[int], expected: list[list[int]]
 ) -> None:
     assert [slots[first : first + count] for first, count in runs(slots, 3)] == expected
+
+
+class Driver:
+    """Pins memory, like CUDA's, when it is let; no more at once, or in all, than it can."""
+
+    def __init__(self, at_once: int, in_all: int, patience_s: float) -> None:
+        """Bytes, and seconds that it takes at the most."""
+        self.may, self.pinned, self.unpinned = threading.Event(), list[tuple[int, int]](), list[int]()
+        self._at_once, self._in_all, self._patience_s = at_once, in_all, patience_s
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.may.wait(self._patience_s)
+        if size > self._at_once or sum(size for _, size in self.pinned) + size > self._in_all:
+            return 1
+        self.pinned.append((address, size))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.unpinned.append(address)
+
+
+def pins_in_pieces(patch: pytest.MonkeyPatch, *, room: int = SLOTS, patience_s: float = 60.0) -> list[int]:
+    """A mover starts before anything is pinned, and no piece is larger than two slots. How many slots it says to be
+    pinned in the end, where there is `room` for so many."""
+    record = record_layout(SPECS)[-1]
+    driver, told, news = Driver(2 * record, room * record, patience_s), list[Moved](), list[Any]()
+
+    def check_error(code: int) -> None:
+        if code:
+            raise RuntimeError("out of memory")
+
+    for name, as_on_a_gpu in (("cudart", lambda: driver), ("set_device", lambda device: None)):
+        patch.setattr(torch.cuda, name, as_on_a_gpu)
+    patch.setattr(torch.cuda, "check_error", check_error)
+    patch.setattr(PageMover, "_compile", lambda *arguments: None)
+    nothing: Any = None
+    shared = memory()[0]
+    mover = PageMover(caches(1), shared, 3, told.append, Staging((), (), nothing, nothing, nothing), news.append)
+    assert not news, "a start waits for memory to be pinned"
+    mover.move(Moves(1, saves=((2, 0),)))
+    assert [(moved.ticket, moved.lost) for moved in told] == [(1, True)], "a slot is used that is not pinned"
+    driver.may.set()
+    mover._threads[0].join(60)
+    slots = [pinned.slots for pinned in news]
+    assert slots, "nothing is pinned"
+    assert [size // record for _, size in driver.pinned] == [b - a for a, b in zip([0, *slots], slots, strict=False)]
+    places = [(address - shared.slot_SB.data_ptr()) // record for address, _ in driver.pinned]
+    assert places == [0, *slots[:-1]]
+    assert mover.all_pinned == (slots[-1] == SLOTS)
+    mover.close()
+    assert driver.unpinned == [address for address, _ in driver.pinned]
+    return slots
+
+
+def test_host_memory_is_pinned_in_pieces_while_a_replica_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert mover_module.PIECE_BYTES <= 4 << 30, "drivers have refused pieces of 512 GiB"
+    monkeypatch.setattr(mover_module, "PIECE_BYTES", 2 * record_layout(SPECS)[-1])
+    assert pins_in_pieces(monkeypatch) == [2, 4, 6, 7]
+    assert not caplog.records
+    assert pins_in_pieces(monkeypatch, room=5) == [2, 4]
+    assert "of 7 pages of host memory only the first 4 are used, the others cannot be pinned" in caplog.text
+
+
+def all_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: all of it is pinned in one call."""
+    patch.setattr(mover_module, "PIECE_BYTES", 1 << 50)
+
+
+def before_the_start_ends(patch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: a start pins by itself."""
+    honest = mover_module.thread_of
+
+    def thread_of(work: Any, name: str, failed: Any) -> threading.Thread:
+        thread = honest(work, name, failed)
+        if name == "pin pages":
+            thread.join()
+        return thread
+
+    patch.setattr(mover_module, "thread_of", thread_of)
+
+
+@pytest.mark.parametrize(
+    ("plant", "shows"), [(all_at_once, "nothing is pinned"), (before_the_start_ends, "a start waits")]
+)
+def test_memory_that_is_pinned_at_once_or_first_is_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], shows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover_module, "PIECE_BYTES", 2 * record_layout(SPECS)[-1])
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=shows):
+        pins_in_pieces(monkeypatch, patience_s=0.05 if plant is before_the_start_ends else 60.0)
 
 
 def test_host_memory_says_what_is_too_much_and_what_too_little(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,9 +86,7 @@ class Indexer:
         source.fill(self.both_XE[features:], Part(weights, heads, hidden))
         norms = [source.load(f"{prefix}k_norm.{what}", features, dtype=torch.float32) for what in ("weight", "bias")]
         if rows is not None:
-            source.settle()
-            order_I = rows.order(features, source.device)
-            norms = [norm_I[order_I] for norm_I in norms]
+            norms = [source.in_order(norm_I, rows) for norm_I in norms]
         self.norm_I, self.bias_I = norms
         self.norm_eps = indexing.key_norm_eps
         self.scale = (heads * features) ** -0.5
