@@ -29,16 +29,27 @@ def _tile(table, program, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
     """(expert, first pair, pairs, block) of a program. Programs go through the blocks of GROUP tiles at a time, tile
     by tile within a block, so that what runs together shares weights and inputs in L2."""
     tiles = tl.load(table, cache_modifier=".cg")
-    begin = program // (GROUP * BLOCKS) * GROUP
-    size = tl.minimum(tiles - begin, GROUP)
-    place = program % (GROUP * BLOCKS)
-    exists = (size > 0) & (place < size * BLOCKS)
-    size = tl.maximum(size, 1)
-    record = table + 4 * (begin + place % size + 1)
-    expert = tl.load(record, mask=exists, other=0, cache_modifier=".cg")
-    first = tl.load(record + 1, mask=exists, other=0, cache_modifier=".cg")
-    pairs = tl.load(record + 2, mask=exists, other=0, cache_modifier=".cg")
-    return expert, first, pairs, place // size
+    if GROUP == 1:
+        # Where the record is does not depend on the number of tiles, so that both are on their way at once. Records
+        # behind the last tile's hold anything.
+        tile = program // BLOCKS
+        block = program % BLOCKS
+        exists = tile < tiles
+        there = True
+    else:
+        begin = program // (GROUP * BLOCKS) * GROUP
+        size = tl.minimum(tiles - begin, GROUP)
+        place = program % (GROUP * BLOCKS)
+        exists = (size > 0) & (place < size * BLOCKS)
+        size = tl.maximum(size, 1)
+        tile = begin + place % size
+        block = place // size
+        there = exists
+    record = table + 4 * (tile + 1)
+    expert = tl.load(record, mask=there, other=0, cache_modifier=".cg")
+    first = tl.load(record + 1, mask=there, other=0, cache_modifier=".cg")
+    pairs = tl.load(record + 2, mask=there, other=0, cache_modifier=".cg")
+    return expert, first, tl.where(exists, pairs, 0), block
 
 
 @triton.jit
