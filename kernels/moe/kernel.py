@@ -212,7 +212,7 @@ def down(
                 a = tl.load(source + (begin + k0), mask=inside, other=0.0, cache_modifier=".cg")
             w = _weights(weight_row, weight_box, row.to(tl.int32), begin, k0, K, COUNT, BLOCK, BLOCK_K, TMA)
             sum = tl.dot(a, w, sum, input_precision=PRECISION)
-            if WALK > 1:  # noqa: SIM102 -- whether `targets` exists is known to the compiler, where it is not
+            if WALK > 1:  # noqa: SIM102 - the first is known to the compiler
                 if step % STEPS == STEPS - 1:
                     _put(targets + now * FEATURES, sum, rows, DEPENDENT)
                     sum = tl.zeros([ROWS, BLOCK], tl.float32)
