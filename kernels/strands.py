@@ -141,5 +141,8 @@ def pair_sum(a, b, first, weight, total):
     top = tl.where(first, a, b)
     low = tl.where(first, b, a)
     # Products and sums that are left to the compiler may be rounded once or twice, in one kernel so and in another so.
-    found = tl.fma(low, weight, top) / total
-    return tl.where((weight == 0.0) & (low - low == 0.0), top, found)
+    # A GPU divides by 1 ... 2 this way, too, but with instructions for divisors far from there for every number.
+    found = tl.fma(low, weight, top) * (1.0 / total)
+    # Spread before it is compared: Triton's interpreter makes numbers of one condition that it spreads.
+    unseen = tl.broadcast_to(weight, low.shape) == 0.0
+    return tl.where(unseen & (low - low == 0.0), top, found)

@@ -72,6 +72,10 @@ kernel that works launched, those times were 5.7 / 8.6 / 21.1 / 37.5 and 9.0 / 1
 SHORT_TOKENS_OF_128 = 4096
 """The same of a row alone of 128 query vectors, whose programs share the tokens among half as many. A step of one row
 of 1,024 tokens of six layers of DeepSeek-V3 took 1.525 ms so, 1.546 in wide blocks."""
+MOST_STRAND_COLUMNS: Final = 256
+"""Most columns of a program of `merge_strands`, each of which computes the weights of its vector's pieces itself."""
+LEAST_STRAND_COLUMNS: Final = 64
+"""Fewest, of few vectors: two columns of every thread."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +251,10 @@ def _tiling(
     unit, row_cost = PAGE_TOKENS, 1
     if shape.invariant:  # nothing may depend on the rows there are
         unit, row_cost = INVARIANT_UNIT, 0
-        pieces, queries, columns, merge_warps = 16, 1, 128, 1
+        pieces, queries, columns, merge_warps = 16, 1, MOST_STRAND_COLUMNS, 1
+        # Of few vectors a program has fewer columns, for a warp on every scheduler.
+        while columns > LEAST_STRAND_COLUMNS and shape.rows * shape.queries * shape.latent < 4 * programs * columns:
+            columns //= 2
     else:
         # Programs of one warp have the least latency, but there should not be many. A thread holds 64 elements, or
         # 128 when a row has about 64 pieces, where whole lines of memory matter more.

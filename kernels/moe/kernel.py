@@ -29,16 +29,27 @@ def _tile(table, program, BLOCKS: tl.constexpr, GROUP: tl.constexpr):
     """(expert, first pair, pairs, block) of a program. Programs go through the blocks of GROUP tiles at a time, tile
     by tile within a block, so that what runs together shares weights and inputs in L2."""
     tiles = tl.load(table, cache_modifier=".cg")
-    begin = program // (GROUP * BLOCKS) * GROUP
-    size = tl.minimum(tiles - begin, GROUP)
-    place = program % (GROUP * BLOCKS)
-    exists = (size > 0) & (place < size * BLOCKS)
-    size = tl.maximum(size, 1)
-    record = table + 4 * (begin + place % size + 1)
-    expert = tl.load(record, mask=exists, other=0, cache_modifier=".cg")
-    first = tl.load(record + 1, mask=exists, other=0, cache_modifier=".cg")
-    pairs = tl.load(record + 2, mask=exists, other=0, cache_modifier=".cg")
-    return expert, first, pairs, place // size
+    if GROUP == 1:
+        # Where the record is does not depend on the number of tiles, so that both are on their way at once. Records
+        # behind the last tile's hold anything.
+        tile = program // BLOCKS
+        block = program % BLOCKS
+        exists = tile < tiles
+        there = True
+    else:
+        begin = program // (GROUP * BLOCKS) * GROUP
+        size = tl.minimum(tiles - begin, GROUP)
+        place = program % (GROUP * BLOCKS)
+        exists = (size > 0) & (place < size * BLOCKS)
+        size = tl.maximum(size, 1)
+        tile = begin + place % size
+        block = place // size
+        there = exists
+    record = table + 4 * (tile + 1)
+    expert = tl.load(record, mask=there, other=0, cache_modifier=".cg")
+    first = tl.load(record + 1, mask=there, other=0, cache_modifier=".cg")
+    pairs = tl.load(record + 2, mask=there, other=0, cache_modifier=".cg")
+    return expert, first, tl.where(exists, pairs, 0), block
 
 
 @triton.jit
@@ -125,6 +136,20 @@ def gate_up(
 
 
 @triton.jit
+def _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES: tl.constexpr, GROUPS: tl.constexpr):
+    """Where a tile's results of group 0 belong, [m, columns]."""
+    pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
+    return partial + (pair.to(tl.int64) * GROUPS)[:, None] * FEATURES + columns[None, :]
+
+
+@triton.jit
+def _put(targets, sum, rows, DEPENDENT: tl.constexpr):
+    """Write results, rounded once."""
+    value = sum.to(targets.dtype.element_ty)
+    tl.store(targets, value, mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
+
+
+@triton.jit
 def down(
     act,
     weight,
@@ -135,6 +160,7 @@ def down(
     K: tl.constexpr,
     FEATURES: tl.constexpr,
     GROUPS: tl.constexpr,
+    WALK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,42 +171,56 @@ def down(
     DEPENDENT: tl.constexpr,
 ):
     """partial[pair, g] = down[expert] · act[i] over the g-th of GROUPS equal groups of features, for every sorted pair
-    i. Grid: groups (fastest, so that they read whole rows of weights together) times tiles.
+    i. A program goes through WALK groups, one after the other, each of which has sums of its own that begin with 0.
+    Grid: GROUPS / WALK (fastest, so that they read whole rows of weights together) times tiles.
 
     The tile is looked up before the wait: the table was written before `gate_up`, which lets this kernel start only
     after its own wait."""
     COUNT: tl.constexpr = K // GROUPS
+    SHARES: tl.constexpr = GROUPS // WALK
+    STEPS: tl.constexpr = (COUNT + BLOCK_K - 1) // BLOCK_K
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
-    expert, first, pairs, block = _tile(table, tl.program_id(0) // GROUPS, blocks, GROUP)
+    expert, first, pairs, block = _tile(table, tl.program_id(0) // SHARES, blocks, GROUP)
     if DEPENDENT:
         gdc_wait()
     if pairs > 0:
         group = 0
-        if GROUPS > 1:
-            group = tl.program_id(0) % GROUPS
-        begin = group * COUNT
+        if SHARES > 1:
+            group = tl.program_id(0) % SHARES * WALK
         m = tl.arange(0, ROWS)
         feature = tl.minimum(block * BLOCK, FEATURES - BLOCK)
         row = expert.to(tl.int64) * FEATURES + feature
         k = tl.arange(0, BLOCK_K)
-        source = act + (first + m).to(tl.int64)[:, None] * K + begin + k[None, :]
+        source = act + (first + m).to(tl.int64)[:, None] * K + k[None, :]
         rows = (m < pairs)[:, None]
         weight_row = weight + row * K
+        columns = feature + tl.arange(0, BLOCK)
+        if WALK > 1:
+            targets = _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES, GROUPS)
         sum = tl.zeros([ROWS, BLOCK], tl.float32)
-        for k0 in tl.range(0, COUNT, BLOCK_K, num_stages=STAGES):
+        # One loop through all groups, so that the next one's weights are on their way when a group ends.
+        for step in tl.range(0, WALK * STEPS, num_stages=STAGES):
+            now, k0 = group, step * BLOCK_K
+            if WALK > 1:
+                now += step // STEPS
+                k0 = step % STEPS * BLOCK_K
+            begin = now * COUNT
             if COUNT % BLOCK_K == 0:
-                a = tl.load(source + k0, mask=rows, other=0.0, cache_modifier=".cg")
+                a = tl.load(source + (begin + k0), mask=rows, other=0.0, cache_modifier=".cg")
             else:
                 inside = rows & (k0 + k < COUNT)[None, :]
-                a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg")
+                a = tl.load(source + (begin + k0), mask=inside, other=0.0, cache_modifier=".cg")
             w = _weights(weight_row, weight_box, row.to(tl.int32), begin, k0, K, COUNT, BLOCK, BLOCK_K, TMA)
             sum = tl.dot(a, w, sum, input_precision=PRECISION)
+            if WALK > 1:  # noqa: SIM102 - the first is known to the compiler
+                if step % STEPS == STEPS - 1:
+                    _put(targets + now * FEATURES, sum, rows, DEPENDENT)
+                    sum = tl.zeros([ROWS, BLOCK], tl.float32)
         if DEPENDENT:
             gdc_launch_dependents()
-        pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
-        result = pair.to(tl.int64) * GROUPS + group
-        target = partial + result[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
-        tl.store(target, sum.to(partial.dtype.element_ty), mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
+        if WALK == 1:
+            targets = _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES, GROUPS)
+            _put(targets + group * FEATURES, sum, rows, DEPENDENT)
 
 
 @triton.jit

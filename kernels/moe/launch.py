@@ -290,7 +290,7 @@ class ExpertLaunches:
             sizes = {"GATE": False, "K": shape.intermediate, "FEATURES": shape.hidden, "WIDTH": product.block // 2}
             self._by_hopper(product, self.down_XEI, scratch.partial_YGE, sizes)
             return
-        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden) * shape.parts,)](
+        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden) * (shape.parts // self.tiling.walked),)](
             scratch.act_YI,
             self.down_XEI,
             _box(self.down_XEI, product),
@@ -300,6 +300,7 @@ class ExpertLaunches:
             K=shape.intermediate,
             FEATURES=shape.hidden,
             GROUPS=shape.parts,
+            WALK=self.tiling.walked,
             **self._tile(product),
         )
 

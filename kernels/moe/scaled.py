@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.activation import gated
-from kernels.moe.kernel import _tile
+from kernels.moe.kernel import _put, _targets, _tile
 from kernels.narrow_floats import power, wide
 
 
@@ -184,12 +184,14 @@ def down(
     K: tl.constexpr,
     FEATURES: tl.constexpr,
     GROUPS: tl.constexpr,
+    WALK: tl.constexpr,
     STORED: tl.constexpr,
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """partial[pair, g] = down[expert] · act[i] over the g-th of GROUPS equal groups of features, for every sorted pair
-    i. Grid: groups times tiles, as in `kernel.down`.
+    i. A program goes through WALK groups, of whole steps if that is more than one. Grid: GROUPS / WALK times tiles, as
+    in `kernel.down`.
 
     The tile is looked up before the wait, as in `kernel.down`."""
     ROWS: tl.constexpr = TILE.rows
@@ -197,13 +199,14 @@ def down(
     BLOCK_K: tl.constexpr = TILE.block_k
     STAGES: tl.constexpr = TILE.stages
     COUNT: tl.constexpr = K // GROUPS
-    expert, first, pairs, block = _tile(table, tl.program_id(0) // GROUPS, (FEATURES + BLOCK - 1) // BLOCK, TILE.group)
+    SHARES: tl.constexpr = GROUPS // WALK
+    expert, first, pairs, block = _tile(table, tl.program_id(0) // SHARES, (FEATURES + BLOCK - 1) // BLOCK, TILE.group)
     if DEPENDENT:
         gdc_wait()
     if pairs > 0:
         group = 0
-        if GROUPS > 1:
-            group = tl.program_id(0) % GROUPS
+        if SHARES > 1:
+            group = tl.program_id(0) % SHARES * WALK
         begin = group * COUNT
         m = tl.arange(0, ROWS)
         rows = (m < pairs)[:, None]
@@ -212,8 +215,11 @@ def down(
         row = matrix * FEATURES + feature
         k = tl.arange(0, BLOCK_K)
         source = act + (first + m).to(tl.int64)[:, None] * K + k[None, :]
+        columns = feature + tl.arange(0, BLOCK)
+        if WALK > 1:
+            targets = _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES, GROUPS)
         sum = tl.zeros([BLOCK, ROWS], tl.float32)
-        end = begin + COUNT
+        end = begin + WALK * COUNT
         scale = _scales(scales, matrix, feature, begin // BLOCK_K * BLOCK_K, STORED, TILE)
         for k0 in tl.range(begin // BLOCK_K * BLOCK_K, end, BLOCK_K, num_stages=STAGES):
             if COUNT % BLOCK_K == 0:
@@ -226,10 +232,12 @@ def down(
             scale_after = _scales(scales, matrix, feature, after, STORED, TILE)
             sum = _added(sum, w, scale, tl.trans(a), STORED, TILE)
             scale = scale_after
+            if WALK > 1:  # noqa: SIM102 - the first is known to the compiler
+                if (k0 + BLOCK_K) % COUNT == 0:
+                    _put(targets + k0 // COUNT * FEATURES, tl.trans(sum), rows, DEPENDENT)
+                    sum = tl.zeros([BLOCK, ROWS], tl.float32)
         if DEPENDENT:
             gdc_launch_dependents()
-        pair = tl.load(sorted_pair + first + m, mask=m < pairs, other=0, cache_modifier=".cg")
-        result = pair.to(tl.int64) * GROUPS + group
-        target = partial + result[:, None] * FEATURES + (feature + tl.arange(0, BLOCK))[None, :]
-        value = tl.trans(sum.to(partial.dtype.element_ty))
-        tl.store(target, value, mask=rows, eviction_policy="evict_last" if DEPENDENT else "")
+        if WALK == 1:
+            targets = _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES, GROUPS)
+            _put(targets + group * FEATURES, tl.trans(sum), rows, DEPENDENT)

@@ -63,7 +63,7 @@ def gate_up(
 def down(matrix: Scaled, scratch: Workspace, shape: ExpertsShape, tiling: ExpertTiling, dependent: bool) -> None:
     """Down of the sorted pairs."""
     product, how = tiling.down, _checked(matrix, tiling.stored[1])
-    scaled.down[(tiling.tiles(shape) * product.blocks(shape.hidden) * shape.parts,)](
+    scaled.down[(tiling.tiles(shape) * product.blocks(shape.hidden) * (shape.parts // tiling.walked),)](
         scratch.act_YI,
         *_weights(matrix, product),
         scratch.sorted_Y,
@@ -72,6 +72,7 @@ def down(matrix: Scaled, scratch: Workspace, shape: ExpertsShape, tiling: Expert
         K=shape.intermediate,
         FEATURES=shape.hidden,
         GROUPS=shape.parts,
+        WALK=tiling.walked,
         STORED=how,
         TILE=_tile(tiling, product, shape),
         **_launched(product, dependent, tiling.rows),

@@ -204,6 +204,8 @@ class ExpertTiling:
     """Whether Hopper's own kernels are those for activations in FP8 (`w8a8`; of weights in MXFP4 `w4a8`)."""
     stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
     """Storage of the weights of either product."""
+    walked: int = 1
+    """Groups that a program of the Triton kernels `down` goes through, one after the other."""
 
     @property
     def rearranged(self) -> bool:
@@ -242,6 +244,10 @@ dealt out more evenly. Every result has the bits of the wide ones: it is the sum
 order, by the same instruction of fewer columns."""
 FEW_PROGRAMS: Final = 3
 """Programs of IN_GROUPS that stand on a multiprocessor; 0 switches FEW_IN_GROUPS off."""
+MOST_WALKED: Final = 4
+"""Most groups that a program of `down` goes through in sums of groups, a power of two; 1 gives every group a program of
+its own, which ends after a few steps of weights. On its way through several of them a program asks for the weights of
+the next group before it is done with one. Sums stay those of a group alone, so that bits do not depend on it."""
 SCALED = {
     0: PRODUCTS[0],
     16: (Product(64, 128, 4, 4, 128, tma=True), Product(128, 128, 4, 4, 128, tma=True)),
@@ -274,7 +280,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
         programs = tiles.tiles(shape) * gate_up.blocks(shape.intermediate)
         if stored[0] == PLAIN and programs <= FEW_PROGRAMS * shape.hopper:
             tiles = replace(tiles, gate_up=FEW_IN_GROUPS[0])
-        return fitted(tiles, shape)
+        tiles = fitted(tiles, shape)
+        return replace(tiles, walked=walked(tiles, shape))
     mean = shape.mean
     rows = 16 if mean < FEWEST_OF_64 else 64 if mean <= MOST_OF_64 else 128
     few_bits = shape.hopper > 0 and alike_in_four_bits(stored)
@@ -298,6 +305,20 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
     if rows == 64 and shape.hidden > MOST_HIDDEN:
         gate_up = replace(gate_up, stages=4)
     return fitted(ExpertTiling(rows, gate_up, down, shape.dtype, stored=stored), shape)
+
+
+def walked(tiling: ExpertTiling, shape: ExpertsShape) -> int:
+    """Groups that a program of `down` goes through: as many as leave a program for every multiprocessor. Of FP8
+    weights, whose steps may begin before a group, it is one where groups are not of whole steps. Of other formats it is
+    one: they go on to the next step while products read weights in registers, which must not be written then, but are
+    in a loop with sums that begin anew."""
+    how, features = tiling.stored[1], shape.intermediate // shape.parts
+    several = how == PLAIN or (how.format == "fp8" and features % tiling.down.block_k == 0)
+    found = gcd(shape.parts, MOST_WALKED) if several else 1
+    programs = tiling.tiles(shape) * tiling.down.blocks(shape.hidden) * shape.parts
+    while found > 1 and programs // found < shape.hopper:
+        found //= 2
+    return found
 
 
 def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:

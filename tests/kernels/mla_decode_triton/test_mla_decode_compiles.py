@@ -78,6 +78,19 @@ def test_invariant_mode_of_shards(shards: int, fp8: bool) -> None:
     assert not re.search(r"\b(add|mul)\.f32", ptx)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (16, 128), (17, 256), (256, 256)])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_merge_of_many_vectors_has_wider_programs(rows: int, columns: int, shards: int) -> None:
+    """None spills, and ten of one warp at least stand on a multiprocessor."""
+    case = hopper_case(rows, 1, 16, invariant=True)
+    tiling = hopper_tiling(case.shape, PROCESSORS)
+    assert tiling.merge_columns == columns
+    kernel = compiled(case, tiling, True, own=shards > 1, shards=shards)["merge_strands"]
+    found = resources(kernel)
+    assert found.warps == 1
+    found.check(65536 // (10 * 32) // 8 * 8)
+
+
 @pytest.mark.parametrize("shards", [1, 8])
 def test_the_merge_of_invariant_mode_is_launched_dependently(shards: int) -> None:
     """It reads pieces behind its wait, past L1, and lets the kernel behind start only then: that one may read what was

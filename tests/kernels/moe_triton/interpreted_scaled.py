@@ -110,6 +110,27 @@ def test_a_token_alone_equals_the_token_in_a_batch(tokens: int, format: Format) 
 
 
 @pytest.mark.parametrize(
+    ("format", "intermediate", "walked"),
+    [
+        ((16, 64), 8 * 64, 4),
+        ((128, 128), 8 * 128, 4),
+        ((16, 64), 8 * 48, 1),  # groups that end inside of a step
+    ],
+)
+def test_programs_of_several_groups_have_the_bits_of_one_for_each(
+    format: Format, intermediate: int, walked: int
+) -> None:
+    case = Experts(9, 3, 5, 96, intermediate, groups=8, holes=True, padded=(4,), formats=(format, format))
+    assert case.tiling().walked == walked
+    want = case.run(case.tiling(walked=1)).clone()
+    for several in range(1, walked + 1):
+        if 8 % several == 0:
+            case.refill()
+            assert torch.equal(case.run(case.tiling(walked=several)), want)
+            case.check()
+
+
+@pytest.mark.parametrize(
     ("intermediate", "format", "ranks"),
     [(512, (64, 128), 4), (384, (16, 64), 2), (64, "int4", 2), (768, "int4", 8), (64, "mxfp4", 2)],
 )

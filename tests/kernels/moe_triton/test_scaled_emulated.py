@@ -32,6 +32,21 @@ def test_every_tile(rows: int, format: Format, sizes: tuple[int, int], groups: i
     case.check()
 
 
+@pytest.mark.parametrize("format", [(16, 64), (64, 128)])
+def test_programs_of_several_groups_have_the_bits_of_one_for_each(format: Format) -> None:
+    """Two steps for each group."""
+    case = Experts(5, 2, 3, 64, 4 * 128, groups=4, holes=True, padded=(2,), adds=False, formats=(format, format))
+    served = case.tiling()
+    assert (served.walked, served.down.block_k) == (4, 64)
+    found = []
+    for walked in (1, 2, 4):
+        case.refill()
+        with emulated(3, fences=False):
+            found.append(case.run(case.tiling(walked=walked), dependent=True).clone())
+        case.check()
+    assert [torch.equal(found[0], other) for other in found] == [True] * len(found)
+
+
 @pytest.mark.parametrize("format", [(16, 64), "mxfp8"])
 def test_a_single_token_on_hopper(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero and subnormal weights included, and more features than a step has."""

@@ -84,6 +84,16 @@ def test_a_token_alone_equals_the_token_in_any_batch(format: Format) -> None:
         assert same_bits(part.run(), want[-tokens:])
 
 
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_programs_of_several_groups_have_the_bits_of_one_for_each(tokens: int) -> None:
+    formats: tuple[Format, Format] = ((128, 128), (128, 128))
+    case = Experts(tokens, **{**SMALL, "intermediate": 1024}, groups=8, formats=formats)  # type: ignore[arg-type]
+    want = case.run(case.tiling(walked=1)).clone()
+    for walked in (2, 4, 8):
+        case.refill()
+        assert same_bits(case.run(case.tiling(walked=walked)), want), walked
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_public_function_takes_the_memory_that_it_says(format: Format) -> None:
     """Tokens are so many that Hopper's own kernels would take plain weights, too."""

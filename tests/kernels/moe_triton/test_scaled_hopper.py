@@ -61,7 +61,7 @@ def products(shape: ExpertsShape, format: str) -> list[object]:
     ("model", "format", "tokens", "groups"),
     [(V3, "fp8", tokens, 0) for tokens in (1, 256, 1024, 4096)]
     + [(KIMI, "int4", tokens, 0) for tokens in (1, 1024, 4096)]
-    + [(V3, "fp8", 16, 8)]
+    + [(V3, "fp8", 16, 8), (HY4, "mxfp8", 16, 8), (V4_FLASH, "mxfp4", 16, 8), (KIMI, "int4", 16, 8)]
     + [(HY4, "mxfp8", tokens, 0) for tokens in (1, 16, 1024, 4096)]
     + [(V4_FLASH, "mxfp4", tokens, 0) for tokens in (16, 4096)],
 )
@@ -72,6 +72,9 @@ def test_compiles_to_what_it_was_written_for(
         tokens, *model, groups=groups, shared=0 if model == HY4 else 1, limit=10.0 * (model in (HY4, V4_FLASH))
     )
     rows = schedule.tiling(shape).rows if format != "int4" or tokens > 1 else 16
+    if groups:
+        how = stored(matrix(shape.hidden, shape.intermediate, format))
+        assert schedule.tiling(shape, (how, how)).walked == (4 if format == "fp8" else 1)
     for kernel in products(shape, format):
         found = resources(kernel)
         # Of lower tiles than 128 three programs stand on a multiprocessor.
