@@ -1,6 +1,6 @@
 """The merge of invariant mode in portable Triton: a row's pieces as `kernels.strands` has them."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment, misc"
 
 from __future__ import annotations
 
