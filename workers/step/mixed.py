@@ -247,7 +247,7 @@ class MixedStep:
         position_R = state.length_S[rows.slot_R] + 1
         length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
         rows_R = rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R]
-        parts.draft(hidden_RE, *rows_R, drafts, scratch, kept_RS)
+        stage.draft(hidden_RE, *rows_R, drafts, kept_RS)
 
     def _catch_up(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.runtime.ahead import distinct
 from workers.memory.pinned import on_device
 from workers.protocol.plan import StepPlan
 from workers.step.logprobs import Taken
@@ -34,7 +35,7 @@ def score(parts: StepParts, plan: StepPlan, stage: Stage) -> Taken | None:
         most = max(row.score_top for row in plan.prefill)
         taken = parts.sampling.scorer.room({}, len(tokens), most, ranks=True)
     piece = min(at_once(parts.state.slots), stage.tokens)
-    for begin in range(0, len(tokens), piece):
+    for begin in distinct(range(0, len(tokens), piece)):
         part = tokens[begin : begin + piece]
         with stage.scratch.scope():
             # Always as many, for which kernels are compiled: the last one is repeated.

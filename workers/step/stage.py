@@ -88,6 +88,10 @@ class Stage:
             # The drafter's inputs replace the target's, and its pass the target's buffers.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, self.segments[DRAFT].over(buffers)))
 
+    def smaller(self, tokens: int) -> Stage:
+        """A stage for fewer tokens, or as many, whose memory begins where this one's does."""
+        return Stage(self.parts, tokens, self.scratch.another(), self.inner)
+
     @property
     def _stride(self) -> int:
         """Whole pieces of 16 bytes: kernels are compiled anew where a pointer is less aligned."""
@@ -141,6 +145,19 @@ class Stage:
             hidden_RE = self.scratch.empty(len(newest_R), drafted_TE.shape[1], dtype=drafted_TE.dtype)
             torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
         return hidden_RE if len(newest_R) else None
+
+    def draft(
+        self,
+        hidden_RE: torch.Tensor | None,
+        slot_R: torch.Tensor,
+        position_R: torch.Tensor,
+        length_R: torch.Tensor,
+        page_RP: torch.Tensor,
+        drafts: int,
+        kept_RS: torch.Tensor | None,
+    ) -> None:
+        """`StepParts.draft`, behind a mixed step."""
+        self.parts.draft(hidden_RE, slot_R, position_R, length_R, page_RP, drafts, self.scratch, kept_RS)
 
     def target_hidden(self, token_N: torch.Tensor) -> torch.Tensor:
         """Final hidden states [N, E] that the target's pass, which has run, has for some tokens, one at least."""
