@@ -151,17 +151,17 @@ def _decode(
     masks: TokenMasks | None = None,
 ) -> None:
     """Launch what decode steps launch, those of `split_keys` under `masks`, where launches compute nothing. Steps that
-    differ by their drafts or by masks alone share one forward pass, of which none knows either."""
-    alike: dict[GraphKey, list[tuple[int, TokenMasks | None]]] = {}
+    differ by their drafts or masks alone share one forward pass, which knows of neither."""
+    alike: dict[tuple[int, int, bool], list[tuple[GraphKey, TokenMasks | None]]] = {}
     for some, own_masks in ((keys, None), (split_keys, masks)):
         for key in some:
-            alike.setdefault(key._replace(drafts=0), []).append((key.drafts, own_masks))
-    for key, rests in alike.items():
-        first = DecodeStep(parts, key, scratch)
+            alike.setdefault((key.rows, key.width, key.dense), []).append((key, own_masks))
+    for steps in alike.values():
+        first = DecodeStep(parts, steps[0][0], scratch)
         with first.memory():
             passed = first.target()
-            for drafts, own_masks in rests:
-                step = first.drafting(drafts)
+            for key, own_masks in steps:
+                step = first.drafting(key.drafts)
                 with step.memory():
                     step.rest(passed, own_masks)
 
