@@ -11,7 +11,8 @@ does it. All rows get prompts of random tokens, and once all decode, `--steps` s
 rows is replayed, which goes on where the rows stand: what the engine takes more is the host's. At last `Case`, which
 `decode_step.py` and `share.py` time, has rows of as many tokens whose contents are drawn: what its graph takes less
 comes of the experts that its tokens choose, which each line says, and of where things lie in memory. `Case` has no rows
-of DeepSeek V4; of its steps the line says the time in which the weights that they need can be read.
+of DeepSeek V4; of its steps the line says the time in which the weights that they need can be read. A line in front of
+each says how long the kernels of the engine took to compile, or to load where Triton's cache has them.
 
 With `--prompts` one prompt of so many random tokens is read at a time, in the engine's chunks, the second of three is
 timed, and with `--timeline` the third one's kernels are printed, by name, with the milliseconds that they ran.
@@ -58,12 +59,18 @@ INPUT = 1024
 REPLAYS = 50
 
 
+def _tell_kernels(line: str) -> None:
+    """Print what a rank says of the time that it took to compile kernels, or to load those of Triton's cache."""
+    if "compiled or loaded" in line:
+        print(line, flush=True)
+
+
 class Engine:
     """A rank and a scheduler, and rows that decode."""
 
     def __init__(self, config: EngineConfig, rows: int) -> None:
         with installed():
-            self.rank = Rank(config, Group(), torch.device("cuda", torch.cuda.current_device()))
+            self.rank = Rank(config, Group(), torch.device("cuda", torch.cuda.current_device()), progress=_tell_kernels)
         self.scheduler = Scheduler(scheduler_config(config, self.rank.ready))
         self.rows, self._under_way = rows, deque[Launched]()
         self._chance = random.Random(rows)

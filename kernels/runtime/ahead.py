@@ -5,15 +5,15 @@ of them. Most of the work is done outside the interpreter's lock (MLIR, ptxas, t
 so threads share it. So do the ranks of a replica, which need the same kernels and find in Triton's cache what another
 one has put there: each begins with a share of its own.
 
-Written for Triton 3.6, of which it needs private parts: what a launch calls, the mode that compiles elsewhere, how a
-launcher that was built is loaded, and how its cache names its folders.
+Written for Triton 3.6, of which it needs private parts: what a launch calls, the mode that compiles elsewhere, where a
+launch finds what was compiled, how a launcher that was built is loaded, and how its cache names its folders.
 Without them `possible` says no and logs a line: kernels are then compiled when they are first launched.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import triton
@@ -48,6 +48,9 @@ _VERSION: Final = PrivateApi(
     ("triton.runtime.cache.triton_key",),
     "Triton reads its own files when the first kernel is looked up in its cache, which a start waits for",
 )
+
+_Piece = TypeVar("_Piece")
+_launches_compute = True
 
 
 @dataclass
@@ -143,6 +146,25 @@ def read_version() -> None:
         Thread(target=cache.triton_key, name="Triton's version", daemon=True).start()
 
 
+def launches_compute() -> bool:
+    """Whether launches compute anything: not within `compile_ahead`, where it is of no use to launch a kernel again
+    that was launched for the same sizes."""
+    return _launches_compute
+
+
+def distinct(pieces: Sequence[_Piece]) -> Sequence[_Piece]:
+    """Return the pieces of a computation that are to be launched one after the other: all of them. Within
+    `compile_ahead` a few, which launch every kernel that all of them do.
+
+    `pieces`: all but the last are of one size, and lie one behind the other. The last may be smaller. Triton compiles a
+    kernel anew for an address that is no multiple of 16 bytes, and for a number that is 1 or a multiple of 16. Where
+    piece i begins is i times the size of a piece: whether that is a multiple of 16 depends on the largest power of two
+    up to 16 that divides i, and only that of the second piece is ever 1.
+    """
+    last = len(pieces) - 1
+    return pieces if _launches_compute else [pieces[i] for i in sorted({0, 1, 2, 3, 4, 8, last}) if 0 <= i <= last]
+
+
 @contextmanager
 def compile_ahead(device: torch.device, threads: int, share: Share = ALL) -> Iterator[Compiled]:
     """Compile kernels ahead: within this context a launch computes nothing; its kernel is compiled, in one of `threads`
@@ -152,6 +174,7 @@ def compile_ahead(device: torch.device, threads: int, share: Share = ALL) -> Ite
     For the whole process, so nobody else may launch anything meanwhile. What launches would have written is what it
     was: with memory of zeros, say, all indices are valid. PrivateApiGone where it is not `possible`.
     """
+    global _launches_compute
     _PRIVATE.require()
     from triton import AsyncCompileMode
     from triton.runtime import build
@@ -160,8 +183,14 @@ def compile_ahead(device: torch.device, threads: int, share: Share = ALL) -> Ite
     class Mode(AsyncCompileMode):  # type: ignore[misc]
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
             self.executor.key = key
-            return super().submit(key, compile_fn, finalize_fn)
+            future = super().submit(key, compile_fn, finalize_fn)
+            # Whoever launches it again finds it at once: Triton would hash source and options anew at every launch,
+            # which takes many times as long as all else.
+            finalize_fn(future)
+            submitted.append((future, finalize_fn))
+            return future
 
+    submitted: list[tuple[Any, Callable[[Any], None]]] = []
     done, one_at_a_time = Compiled(), Lock()
     plain_run, plain_parse, plain_load = JITFunction.run, JITCallable.parse, build._load_module_from_path
 
@@ -185,11 +214,13 @@ def compile_ahead(device: torch.device, threads: int, share: Share = ALL) -> Ite
     JITCallable.parse, build._load_module_from_path = parse, load
     try:
         with _Builders(device, threads, done, share) as builders, Mode(builders, ignore_errors=True):
-            JITFunction.run = compile_only
+            JITFunction.run, _launches_compute = compile_only, False
             try:
                 yield done
             finally:
-                JITFunction.run = plain_run
+                JITFunction.run, _launches_compute = plain_run, True
                 builders.all_known()
     finally:
         JITCallable.parse, build._load_module_from_path = plain_parse, plain_load
+        for future, finalize in submitted:
+            finalize(future.kernel)  # None if it did not compile: a launch tries again

@@ -24,6 +24,7 @@ from triton import JITFunction
 from typing_extensions import override
 
 from kernels.private_api import PrivateApi, lacking
+from kernels.runtime.ahead import launches_compute
 from kernels.runtime.launcher import STREAM
 from kernels.runtime.launcher import direct as _direct
 from kernels.runtime.operators import WATCHING, OperatorMode
@@ -99,6 +100,8 @@ class Repeat:
         meanwhile is theirs.
         """
         layers = self._layers
+        if index and layers.alike[index] and not launches_compute():
+            return  # the first layer's kernels are those of this one
         if index and self._noted and layers.alike[index]:
             own, addresses, stream = layers.own[index], layers.addresses[index], _stream(layers.own[0][0].device)
             for again in self._noted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,7 @@ import torch
 from kernels.runtime import ahead
 from kernels.runtime.ahead import Compiled, Share, compile_ahead
 from kernels.sampling import TokenMasks
+from workers.graphs.compiled_stage import CompiledStage
 from workers.graphs.mixed_warm_up import forget_nobody, warm_up_mixed_steps, warm_up_plans, warm_up_segments
 from workers.graphs.portions import Portion
 from workers.graphs.record import record
@@ -131,17 +132,36 @@ def compile_steps(
     model, keys = few.model, list(parts.buckets(max_rows))
     world = parts.group.mesh.world
     with compile_ahead(parts.device, threads, Share(world.rank, world.size)) as compiled:
-        for key in keys:
-            DecodeStep(few, key, scratch).run()
-        for key in parts.buckets(max_rows).split_keys():
-            DecodeStep(few, key, scratch).run(lambda: masks)
-        warm_up_mixed_steps(Stage(few, token_budget, scratch, scratch.another()), masks)
+        _decode(few, keys, parts.buckets(max_rows).split_keys(), scratch, masks)
+        warm_up_mixed_steps(CompiledStage(few, token_budget, scratch, scratch.another()), masks)
         if proof and model.paths.quantizes_activations(token_budget, model.norm_E.dtype, parts.device):
             with model.paths.without_w8a8():
-                for key in keys:
-                    DecodeStep(few, key, scratch).run()
-                warm_up_segments(Stage(few, token_budget, scratch, scratch.another()))
+                _decode(few, keys, (), scratch)
+                warm_up_segments(CompiledStage(few, token_budget, scratch, scratch.another()))
     return compiled
+
+
+def _decode(
+    parts: StepParts,
+    keys: Iterable[GraphKey],
+    split_keys: Iterable[GraphKey],
+    scratch: Scratch,
+    masks: TokenMasks | None = None,
+) -> None:
+    """Launch what decode steps launch, those of `split_keys` under `masks`, where launches compute nothing. Steps that
+    differ by their drafts or masks alone share one forward pass, which knows of neither."""
+    alike: dict[tuple[int, int, bool], list[tuple[GraphKey, TokenMasks | None]]] = {}
+    for some, own_masks in ((keys, None), (split_keys, masks)):
+        for key in some:
+            alike.setdefault((key.rows, key.width, key.dense), []).append((key, own_masks))
+    for steps in alike.values():
+        first = DecodeStep(parts, steps[0][0], scratch)
+        with first.memory():
+            passed = first.target()
+            for key, own_masks in steps:
+                step = first.drafting(key.drafts)
+                with step.memory():
+                    step.rest(passed, own_masks)
 
 
 @torch.inference_mode()
@@ -154,9 +174,8 @@ def compile_first(parts: StepParts, portion: Portion, token_budget: int, threads
     few, scratch = _shallow(parts), Scratch(parts.device, zeroed=True)
     world = parts.group.mesh.world
     with compile_ahead(parts.device, threads, Share(world.rank, world.size)) as compiled:
-        for key in portion.steps:
-            DecodeStep(few, key, scratch).run()
-        stage, step = Stage(few, token_budget, scratch, scratch.another()), MixedStep(few)
+        _decode(few, portion.steps, (), scratch)
+        stage, step = CompiledStage(few, token_budget, scratch, scratch.another()), MixedStep(few)
         for plan in warm_up_plans(few, token_budget):
             step.run(plan, stage)
     forget_nobody(parts)

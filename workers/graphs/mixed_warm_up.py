@@ -136,7 +136,7 @@ def warm_up_segments(stage: Stage) -> None:
     for key in buckets:
         # Fewer tokens may need more: their products are cut up another way, and sums of their residual streams have
         # more parts.
-        bucket = Stage(parts, key.tokens, stage.scratch.another(), stage.inner)
+        bucket = stage.smaller(key.tokens)
         bucket.clear()
         for which in range(len(bucket.segments)):
             for index in bucket.indices(which):
@@ -161,9 +161,9 @@ def warm_up_mixed_steps(stage: Stage, masks: TokenMasks | None = None) -> None:
     for index, plan in enumerate(scoring_plans(parts, stage.tokens)):
         if index == 0:
             step.run(plan, stage)
-        step.run(plan, Stage(parts, buckets.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
+        step.run(plan, stage.smaller(buckets.key(plan.layout).tokens))
     for plan in decode_batch_plans(parts, stage.tokens):
-        step.run(plan, Stage(parts, buckets.key(plan.layout).tokens, stage.scratch.another(), stage.inner))
+        step.run(plan, stage.smaller(buckets.key(plan.layout).tokens))
     reserve_attention(stage, launch=True)
     forget_nobody(parts)
 

@@ -16,6 +16,7 @@ from kernels import moe
 from kernels.linear import grouped_linear, linear
 from kernels.ordered_sum import ordered_sum
 from kernels.rms_norm import AddNorm
+from kernels.runtime.ahead import distinct
 from workers.memory.scratch import Scratch
 from workers.models.general import GeneralOps, Rows, dependent, plain, tensor_of
 from workers.models.layer_ops import Gated, Mixture
@@ -98,7 +99,7 @@ class DeterministicOps(GeneralOps):
         x_TE, out_TE, limit = tensor_of(x), tensor_of(out), mixture.routing.limit
         groups, (tokens, hidden) = self._groups(down_XEI.shape[2]), x_TE.shape
         step = max(1, PART_BYTES // (id_TK.shape[1] * groups * hidden * 4))
-        for begin in range(0, tokens, step):
+        for begin in distinct(range(0, tokens, step)):
             turn = slice(begin, begin + step)
             with scratch.scope():
                 choice, workspace = (id_TK[turn], weight_TK[turn]), None

@@ -34,6 +34,7 @@ import torch
 from kernels import decode_state
 from kernels.decode_state import accept_drafts
 from kernels.page import Shards
+from kernels.runtime.ahead import distinct
 from kernels.sampling import TokenMasks
 from workers.memory.scratch import Scratch, on_device
 from workers.models.batch import Batch, DecodeBatch, PrefillBatch
@@ -104,6 +105,10 @@ class Stage:
             # The drafter's inputs replace the target's, and its pass the target's buffers.
             self.tensors.append(PassTensors(*inputs, self.hidden_TE, None, self.segments[DRAFT].over(buffers)))
 
+    def smaller(self, tokens: int) -> Stage:
+        """A stage for fewer tokens, or as many, whose memory begins where this one's does."""
+        return Stage(self.parts, tokens, self.scratch.another(), self.inner)
+
     @property
     def _stride(self) -> int:
         """Whole pieces of 16 bytes: kernels are compiled anew where a pointer is less aligned."""
@@ -158,6 +163,19 @@ class Stage:
             torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
         return hidden_RE if len(newest_R) else None
 
+    def draft(
+        self,
+        hidden_RE: torch.Tensor | None,
+        slot_R: torch.Tensor,
+        position_R: torch.Tensor,
+        length_R: torch.Tensor,
+        page_RP: torch.Tensor,
+        drafts: int,
+        kept_RS: torch.Tensor | None,
+    ) -> None:
+        """`StepParts.draft`, behind a mixed step."""
+        self.parts.draft(hidden_RE, slot_R, position_R, length_R, page_RP, drafts, self.scratch, kept_RS)
+
     def target_hidden(self, token_N: torch.Tensor) -> torch.Tensor:
         """Final hidden states [N, E] that the target's pass, which has run, has for some tokens, one at least."""
         if self.hidden_TE is None:
@@ -205,7 +223,7 @@ def score(parts: StepParts, plan: StepPlan, stage: Stage) -> Taken | None:
         most = max(row.score_top for row in plan.prefill)
         taken = parts.sampling.scorer.room({}, len(tokens), most, ranks=True)
     piece = min(at_once(parts.state.slots), stage.tokens)
-    for begin in range(0, len(tokens), piece):
+    for begin in distinct(range(0, len(tokens), piece)):
         part = tokens[begin : begin + piece]
         with stage.scratch.scope():
             # Always as many, for which kernels are compiled: the last one is repeated.
@@ -437,7 +455,7 @@ class MixedStep:
         position_R = state.length_S[rows.slot_R] + 1
         length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
         rows_R = rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R]
-        parts.draft(hidden_RE, *rows_R, drafts, scratch, kept_RS)
+        stage.draft(hidden_RE, *rows_R, drafts, kept_RS)
 
     def _catch_up(
         self,

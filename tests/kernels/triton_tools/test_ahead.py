@@ -5,21 +5,24 @@ from __future__ import annotations
 import shutil
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.runtime import build, cache
+from triton.runtime import build, cache, jit
+from triton.runtime.jit import JITFunction
 
-from kernels.runtime.ahead import Share, compile_ahead, read_version, still_compiled
+from kernels.runtime.ahead import Share, compile_ahead, distinct, launches_compute, read_version, still_compiled
 from tests.support.hopper import compile_only
 
 CPU = torch.device("cpu")
@@ -34,6 +37,11 @@ def scale(x, N: tl.constexpr, BY: tl.constexpr):
 @triton.jit
 def odd(x, N: tl.constexpr):
     tl.store(x + tl.arange(0, N), 0.0)  # N must be a power of two
+
+
+@triton.jit
+def place(a, b, c, d, begin, size):
+    pass
 
 
 @pytest.fixture
@@ -105,6 +113,77 @@ def test_a_kernel_that_does_not_compile_raises_where_it_is_launched(compiled: li
         assert compiled == ["scale"]
         with pytest.raises(triton.CompilationError, match="power of 2"):
             odd[(1,)](x, 48)
+
+
+def test_what_failed_is_tried_again_where_it_is_launched(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that runs out of memory beside others may not when it is alone."""
+    listener = knobs.compilation.listener
+
+    def fail(**given: Any) -> None:
+        monkeypatch.setattr(knobs.compilation, "listener", listener)
+        raise OSError("no memory for the compiler")
+
+    x = torch.ones(64)
+    monkeypatch.setattr(knobs.compilation, "listener", fail)
+    with compile_only() as launched:
+        with compile_ahead(CPU, threads=1):
+            scale[(1,)](x, 64, 2)
+        assert compiled == []
+        scale[(1,)](x, 64, 2)
+    assert compiled == ["scale"]
+    assert launched[-1].asm["cubin"]
+
+
+def test_a_kernel_is_looked_up_once_however_often_it_is_launched(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To hash its source and options takes many times as long as a launch that finds it at once."""
+    looked_up, look_up = [], jit.get_cache_key
+
+    def key_of(*what: Any) -> str:
+        looked_up.append(what)
+        return look_up(*what)
+
+    monkeypatch.setattr(jit, "get_cache_key", key_of)
+    x = torch.ones(64)
+    with compile_only(), compile_ahead(CPU, threads=1):
+        for by in (2, 3) * 10:
+            scale[(1,)](x, 64, by)
+    assert len(looked_up) == 2
+
+
+def variants(launches: Callable[[], None], patch: pytest.MonkeyPatch) -> set[str]:
+    """Return what Triton would compile for these launches, by its own rule."""
+    found: set[str] = set()
+    with patch.context() as patched, compile_only():
+        patched.setattr(JITFunction, "_do_compile", lambda self, key, *rest: found.add(str(key)))
+        launches()
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 8, 16, 20, 64])
+@pytest.mark.parametrize("size", [0, 1, 16, 61, 128, 129])
+def test_a_few_pieces_launch_every_kernel_of_all(step: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one size, and one last that may be smaller; wherever they begin, and whether or not they hand that on."""
+    pieces = range(0, size, step)
+    tensors = [torch.zeros(256, dtype=dtype) for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64)]
+
+    def launch(some: Iterable[int]) -> None:
+        for begin in some:
+            place[(1,)](*(x[begin:] for x in tensors), begin, min(step, size - begin))
+
+    assert distinct(pieces) is pieces
+    every = variants(lambda: launch(pieces), monkeypatch)
+    with compile_ahead(CPU, threads=1):
+        few = distinct(pieces)
+        assert not launches_compute()
+    assert launches_compute()
+    assert len(few) <= 7
+    assert variants(lambda: launch(few), monkeypatch) == every
+    if (step, size) == (1, 129):  # each is needed, but for the last, which is like the first
+        for left_out in few[1:-1]:
+            others = [piece for piece in few if piece != left_out]
+            assert variants(partial(launch, others), monkeypatch) < every
 
 
 VARIANTS = range(2, 14)

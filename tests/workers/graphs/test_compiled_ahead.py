@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ from deepseek_v4_layout import published_v4, tiny_v4, write_v4
 from msgspec.structs import replace
 from quantized_pairs import checkpoints as quantized_pair
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 from w8a8_models import checkpoints
 
 from kernels.page import PAGE_TOKENS
+from kernels.runtime import ahead, repeat
 from tests.tiny_models import write_tiny
 from tests.workers.pretended import another_device, pretend
 from workers.cache.paged import PagedCache
 from workers.config import EngineConfig
 from workers.families import load_model
 from workers.graphs import capture, graph_runner, segments
+from workers.graphs.compiled_stage import CompiledStage, _TailThatRan
 from workers.models import general, w8a8
-from workers.models.attention import sparse_rows, sparse_workspaces
+from workers.models import invariant as invariant_ops
+from workers.models.attention import absorbed_chunks, sparse_rows, sparse_workspaces
 from workers.parallel.group import Group
 from workers.parallel.mesh import Mesh
 from workers.proof import decode_steps as selftest
@@ -37,6 +42,8 @@ from workers.protocol.plan import Admission, DecodeBuckets, PrefillRow, Sampling
 from workers.rank.rank import max_context
 from workers.rank.runner import Runner
 from workers.scheduler import max_entries_per_row, max_pages_per_row
+from workers.step import mixed
+from workers.step.mixed import Stage
 
 PUBLISHED = {
     "hidden_size": 256,
@@ -85,9 +92,13 @@ class Start:
             patch.setattr(proof, "ATTEMPTS", 1)  # none succeeds where nothing is computed
         self.variants = pretend(patch)
 
+    def trial(self) -> Runner:
+        """A runner with a pool of two pages."""
+        return self._runner(2)
+
     def compiled(self) -> list[tuple[str, str]]:
         """Return what is compiled ahead, on a pool of two pages."""
-        trial = self._runner(2)
+        trial = self.trial()
         trial.compile(threads=1)
         before = list(self.variants)
         trial.warm_up()
@@ -103,7 +114,7 @@ class Start:
     def after_another(self, patch: pytest.MonkeyPatch, waiting: int) -> tuple[Runner, list[tuple[str, str]]]:
         """A runner that takes the place of another one, which has measured what graphs need, and captures a first
         portion alone; and the variants that its captures would compile."""
-        trial = self._runner(2)
+        trial = self.trial()
         trial.compile(threads=1)
         warmed = trial.warm_up()
         patch.setattr(driver, "_active", another_device())  # where nothing is compiled
@@ -209,6 +220,79 @@ def test_the_demo_compiles_nothing_late(
 ) -> None:
     config = settings("demo", width, max_context=context, invariant=invariant)
     assert late(Start(monkeypatch, config), 96, seed=3) == []
+
+
+class Counted:
+    """Launches of Triton kernels, and what Triton compiles for them on a device for which nothing is compiled yet."""
+
+    def __init__(self, start: Start, patch: pytest.MonkeyPatch) -> None:
+        self._start, self._patch, self.launches = start, patch, 0
+
+    def variants(self, call: Callable[[], Any]) -> set[tuple[str, str]]:
+        """Return the variants that a call launches. `launches` are its own."""
+        plain_run, self.launches = JITFunction.run, 0
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            self.launches += 1
+            return plain_run(kernel, *args, grid=grid, warmup=warmup, **options)
+
+        with self._patch.context() as patch:
+            patch.setattr(JITFunction, "run", run)
+            patch.setattr(driver, "_active", another_device())
+            before = len(self._start.variants)
+            call()
+            return set(self._start.variants[before:])
+
+
+def without_short_cuts(patch: pytest.MonkeyPatch) -> None:
+    """Let the pass that compiles kernels run everything that steps do."""
+    patch.setattr(ahead, "distinct", lambda pieces: pieces)
+    for module in (absorbed_chunks, invariant_ops, mixed):
+        patch.setattr(module, "distinct", lambda pieces: pieces)
+    patch.setattr(repeat, "launches_compute", lambda: True)
+    patch.setattr(capture, "CompiledStage", Stage)
+
+
+FAULTS: list[tuple[Any, str, Any]] = [
+    (invariant_ops, "distinct", lambda pieces: ()),
+    (repeat.Repeat, "__call__", lambda self, index, call: None),
+    (CompiledStage, "run_segment", lambda self, which, index: None),
+    (CompiledStage, "tail", lambda self, key: _TailThatRan(self.parts, key.tokens, self.inner)),
+]
+
+
+@pytest.mark.parametrize(
+    ("width", "invariant"),
+    [(2, True), pytest.param(1, False, marks=pytest.mark.long), pytest.param("auto", False, marks=pytest.mark.long)],
+)
+def test_a_quick_pass_compiles_what_all_launches_need(
+    width: int | str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is launched for real is the measure; the last pieces are smaller than the others, and need other kernels."""
+    start = Start(monkeypatch, settings("demo", width, invariant=invariant, max_rows=5, token_budget=57))
+    trial, counted = start.trial(), Counted(start, monkeypatch)
+    config = trial.parts.model.config
+    assert config.routing is not None
+    # The most tokens are several pieces of attention and of experts, the last of which are smaller.
+    monkeypatch.setattr(absorbed_chunks, "ROWS", 40)
+    monkeypatch.setattr(absorbed_chunks, "QUERIES", config.num_heads)
+    bytes_of_token = config.routing.experts_per_token * invariant_ops.GROUPS * config.hidden_size * 4
+    monkeypatch.setattr(invariant_ops, "PART_BYTES", 40 * bytes_of_token)
+    every = counted.variants(trial.warm_up)
+    assert counted.variants(partial(trial.compile, 1, proof=False)) == every
+    quick = counted.launches
+    first = counted.variants(partial(trial.compile_first, 1, 3))
+    quick_first = counted.launches
+    with monkeypatch.context() as patch:
+        without_short_cuts(patch)
+        assert counted.variants(partial(trial.compile, 1, proof=False)) == every
+        assert counted.launches > 2 * quick
+        assert counted.variants(partial(trial.compile_first, 1, 3)) == first
+        assert counted.launches > 2 * quick_first
+    for fault in FAULTS if invariant else ():
+        with monkeypatch.context() as patch:
+            patch.setattr(*fault)
+            assert counted.variants(partial(trial.compile, 1, proof=False)) < every
 
 
 @pytest.mark.parametrize(("width", "invariant"), [(1, False), pytest.param(3, True, marks=pytest.mark.long)])

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from kernels.own_entries import OwnEntries
 from kernels.page import pages_for
+from kernels.runtime.ahead import distinct
 from kernels.strands import most_pieces
 from workers.memory.scratch import Scratch, on_device
 from workers.models.attention.backend import Backend, Geometry, Heads
@@ -125,7 +126,7 @@ class ChunkRows(Geometry):
                 slice(turn.start * self.width, turn.stop * self.width),
                 DecodeBatch(_aligned(self.length_R[turn]), _aligned(self.page_RP[turn])),
             )
-            for turn in turns
+            for turn in distinct(turns)
         ]
 
 
