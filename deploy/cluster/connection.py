@@ -106,6 +106,7 @@ class RayConnection:
                     "node (`ray start`) and knows its token (`ray get-auth-token`), or neither --ray-address nor "
                     "RAY_ADDRESS to start one"
                 ) from error
+        self._sessions.join(ray.get_runtime_context().gcs_address)
         # Ray Serve decides by the environment what it supports, here as there: see it as the cluster's processes do.
         try:
             self._export(ray.get(ray.remote(_serve_environment).options(num_cpus=0).remote()))

@@ -126,7 +126,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
 
     class Running(app.Running):
         def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
-            self.config, self._connection = config, connection
+            self.config, self._connection, self._to_delete = config, connection, True
 
     def hand_over(*_: object, **options: object) -> None:
         calls.append("handed over")
