@@ -20,7 +20,7 @@ from threading import Thread
 import psutil
 
 from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
-from deploy.cluster.head_node import dashboard_ended, short_start
+from deploy.cluster.head_node import dashboard_ended, failure_explained, short_start
 from deploy.cluster.quiet import quiet_driver
 from deploy.cluster.ray_address import alone, logs_folder
 from deploy.cluster.ray_address import knock as _knock
@@ -138,6 +138,7 @@ class RayConnection:
 
             self._export({NODES_ELSEWHERE: "0"})  # for Ray's processes; this one has imported it
             with (
+                failure_explained(),
                 self._sessions.of_their_own(),
                 alone(token=config.ray_auth == "token"),
                 short_start(f"127.0.0.1:{dashboard}", self._beside.start),

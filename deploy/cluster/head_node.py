@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from kernels.private_api import PrivateApi
+from workers.environment import EnvironmentProblem
 
 _START: Final = PrivateApi(
     "ray",
@@ -65,6 +66,25 @@ def short_start(address: str, then: Callable[[], object] = lambda: None) -> Iter
         yield
     finally:
         Node.start_api_server, Node.start_log_monitor = kept
+
+
+@contextmanager
+def failure_explained() -> Iterator[None]:
+    """EnvironmentProblem, which says what to do, where a Ray that is started within this context does not come up."""
+    try:
+        yield
+    except Exception as error:
+        from ray.exceptions import RayError
+
+        # A node that registers too late is a plain Exception; anything else of Python's own would be a defect here.
+        if type(error) is not Exception and not isinstance(error, ConnectionError | RayError):
+            raise
+        cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        logs = f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
+        raise EnvironmentProblem(
+            f"Ray does not start on this machine: {cause} On a machine that is busy with other work try again later; "
+            f"where it is not, raylet.out and gcs_server.out in {logs} say more"
+        ) from error
 
 
 @contextmanager

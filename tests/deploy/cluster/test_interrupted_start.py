@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 
 from deploy.cluster import connection
 from deploy.cluster.connection import RayConnection
 from deploy.config.application import ServeConfig
 from deploy.serve import app, entrance
+from workers.environment import EnvironmentProblem
 
 
 def test_a_start_ends_without_ray_where_its_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,36 @@ def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch: pytest.Monke
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         earlier.wait()
+
+
+TIMED_OUT = (
+    "The current node timed out during startup. This could happen because some of the raylet failed to startup or the "
+    "GCS has become overloaded."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (Exception(TIMED_OUT), f"Ray does not start on this machine: {TIMED_OUT} On a machine that is busy "),
+        (ConnectionError("Could not read 'session_name' from GCS."), "Ray does not start on this machine: Could not "),
+        (ray.exceptions.RpcError("Deadline Exceeded\nin C++", 4), "Ray does not start on this machine: Deadline Exc"),
+        (TypeError("a defect"), ""),
+    ],
+)
+def test_a_ray_that_does_not_come_up_in_time_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    def init(**settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = ServeConfig.model_validate({"engine": {"model": "demo"}})
+    with pytest.raises(EnvironmentProblem if line else TypeError) as raised:
+        RayConnection(config, lambda line: None)
+    assert str(raised.value).startswith(line or "a defect")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("ends", [True, False])

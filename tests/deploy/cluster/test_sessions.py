@@ -200,7 +200,9 @@ def test_two_sigterms_at_once_are_one(monkeypatch: pytest.MonkeyPatch, apart: fl
         signal.raise_signal(signal.SIGTERM)
         return []
 
-    running = SimpleNamespace(url="http://", start_s={}, news=news, stop=stop, abandon=lambda say: did.append("abandon"))
+    running = SimpleNamespace(
+        url="http://", start_s={}, news=news, stop=stop, abandon=lambda say: did.append("abandon")
+    )
     monkeypatch.setattr(app, "launch", lambda *_: running)
     monkeypatch.setattr(app, "NEWS_PERIOD_S", 0.01)
     app.start(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None)
