@@ -20,7 +20,7 @@ from threading import Thread
 import psutil
 
 from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
-from deploy.cluster.head_node import dashboard_ended, failure_explained, short_start
+from deploy.cluster.head_node import dashboard_ended, patient, short_start
 from deploy.cluster.quiet import quiet_driver
 from deploy.cluster.ray_address import alone, logs_folder
 from deploy.cluster.ray_address import knock as _knock
@@ -138,12 +138,11 @@ class RayConnection:
 
             self._export({NODES_ELSEWHERE: "0"})  # for Ray's processes; this one has imported it
             with (
-                failure_explained(),
                 self._sessions.of_their_own(),
                 alone(token=config.ray_auth == "token"),
                 short_start(f"127.0.0.1:{dashboard}", self._beside.start),
             ):
-                ray.init(
+                patient(ray.init, self._sessions.forget, say)(
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
                     num_gpus=visible_gpus(),  # Ray would count the names in CUDA_VISIBLE_DEVICES, such as -1

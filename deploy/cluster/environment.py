@@ -120,9 +120,8 @@ def node_environment(config: ServeConfig, ingress: Ingress, folder: Path, ports:
         "RAY_AUTH_MODE": config.ray_auth,
         "RAY_USAGE_STATS_ENABLED": "0",
         **PROCESS_ENVIRONMENT,
-        # Ray gives a node up that is not there after 30 s (`Deadline Exceeded`, or that it timed out). It is there once
-        # its agents have imported what they need, which takes more than a minute where other work has the cores.
-        "RAY_raylet_start_wait_time_s": "180",
+        # Ray gives a node up that is not there after 30 s: on a slow machine its agents import for as long.
+        "RAY_raylet_start_wait_time_s": "60",
         "TOKENIZERS_PARALLELISM": "false",
         # A rank that fails takes the rendezvous along; of those that wait there torch would tell frame by frame.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),

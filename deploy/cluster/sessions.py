@@ -90,6 +90,16 @@ class Sessions:
         if not self._daemons:
             _DAEMONS.lost("daemon that ray._private.services.ConsolePopen starts")
 
+    def forget(self) -> bool:
+        """Kill the daemons of a Ray that has not come up, with their sessions, for another one in its place. Whether
+        there were any: where Ray starts them otherwise, nobody here knows them."""
+        with self._lock:
+            daemons, self._daemons = self._daemons, []
+            cleanup_process.end({daemon.pid for daemon in daemons}, 0.0, LIMIT_S)
+            self._missing.clear()
+            self._broken = False
+        return bool(daemons)
+
     def join(self, address: str) -> None:
         """Note that somebody else's Ray is used, whose head node listens at `address` (host:port)."""
         self._joined = address

@@ -14,9 +14,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+from ray._private import services
 
 from deploy.cluster import connection
 from deploy.cluster.connection import RayConnection
+from deploy.cluster.head_node import ATTEMPTS
+from deploy.cluster.sessions import Sessions
 from deploy.config.application import ServeConfig
 from deploy.serve import app, entrance
 from workers.environment import EnvironmentProblem
@@ -69,7 +72,7 @@ TIMED_OUT = (
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (Exception(TIMED_OUT), f"Ray does not start on this machine: {TIMED_OUT} On a machine that is busy "),
+        (Exception(TIMED_OUT), f"Ray does not start on this machine: {TIMED_OUT} If the machine is busy "),
         (ConnectionError("Could not read 'session_name' from GCS."), "Ray does not start on this machine: Could not "),
         (ray.exceptions.RpcError("Deadline Exceeded\nin C++", 4), "Ray does not start on this machine: Deadline Exc"),
         (TypeError("a defect"), ""),
@@ -78,16 +81,50 @@ TIMED_OUT = (
 def test_a_ray_that_does_not_come_up_in_time_is_one_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
 ) -> None:
+    attempts = []
+
     def init(**settings: object) -> None:
+        """As Ray does, it leaves a daemon that has started."""
+        attempts.append(services.ConsolePopen([sys.executable, "-c", "import time; time.sleep(60)"]))
         raise error
 
+    said: list[str] = []
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = ServeConfig.model_validate({"engine": {"model": "demo"}})
     with pytest.raises(EnvironmentProblem if line else TypeError) as raised:
-        RayConnection(config, lambda line: None)
+        RayConnection(config, said.append)
     assert str(raised.value).startswith(line or "a defect")
     assert "\n" not in str(raised.value)
+    assert len(attempts) == (ATTEMPTS if line else 1)
+    assert sum(one.startswith("Ray has not come up: ") for one in said) == len(attempts) - 1
+    assert all(attempt.wait(60) for attempt in attempts)  # killed
+
+
+def test_a_ray_that_comes_up_at_the_second_attempt_is_not_taken_for_one_that_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempts = []
+
+    def init(**settings: object) -> None:
+        attempts.append(services.ConsolePopen(["/bin/sh", "-c", "exec sleep 60"]))
+        if len(attempts) == 1:
+            attempts[0].args = ["raylet"]
+            attempts[0].kill()
+            attempts[0].wait()
+            assert sessions.look(ending=False)
+            raise Exception(TIMED_OUT)
+
+    sessions = Sessions()
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connection = RayConnection(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None, sessions)
+    try:
+        assert len(attempts) == 2
+        assert not sessions.look(ending=True)
+    finally:
+        connection.close()
+    assert attempts[1].wait(60)
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -29,8 +29,8 @@ def test_compiles_without_spills(rows: int, features: int, dtype: torch.dtype) -
     for kernel in compiled:
         found = resources(kernel)
         found.check(registers=128)
-        # `tiled_linear`, launched dependently behind it, reads what it wrote through L1: that is right as long as L1 was
-        # emptied in between, by a plain launch, and nobody has read that memory since.
+        # `tiled_linear`, launched dependently behind it, reads what it wrote through L1: that is right as long as a
+        # plain launch has emptied L1, and nobody has read that memory since.
         assert (kernel.metadata.launch_pdl, found.waits, found.releases) == (False, False, False)
 
 
