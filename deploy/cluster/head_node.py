@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+from deploy.mistakes import first_line
 from kernels.private_api import PrivateApi
 from workers.environment import EnvironmentProblem
 
@@ -95,7 +96,7 @@ def patient(init: Callable[..., object], forget: Callable[[], bool], say: Callab
                 # A node that does not come up is a plain Exception; others of Python's own are defects.
                 if type(error) is not Exception and not isinstance(error, ConnectionError | RayError):
                     raise
-                cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                cause = first_line(error)
                 if left and forget():
                     say(f"Ray has not come up: {cause} It is started again")
                     continue

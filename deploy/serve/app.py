@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
 from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
-from deploy.mistakes import explain
+from deploy.mistakes import explain, first_line
 from deploy.serve import early_imports, entrance, start_table
 from workers.channel.ports import free_ports, six_alone
 from workers.environment import check_environment, visible_gpus
@@ -185,7 +185,7 @@ def _no_serve() -> tuple[type[Exception], ...]:
 
 
 def _ended_by_others(error: Exception) -> str:
-    cause = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    cause = first_line(error)
     return f"stopped; Ray Serve was ended by somebody else, so streams that still ran were broken off: {cause}"
 
 
