@@ -17,6 +17,12 @@ class CommandFailure(Exception):
     """The command was right but could not be carried out; the text is the cause. Exit code 1."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says anything, where the rest is a traceback of another process; the
+    error's name where it has no text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 _PLAINER = {
     "tuple_type": "Input should be a list",
     "model_type": "Input should hold settings by name",

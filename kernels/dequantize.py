@@ -36,7 +36,8 @@ def dequantize(matrix: Scaled, out_NK: Tensor) -> None:
 
 
 def launch_dequantize(matrix: Scaled, out_NK: Tensor) -> None:
-    """`dequantize` as a Triton kernel. TypeError for a matrix of a class that is not in `LAUNCHES`."""
+    """`dequantize` as a Triton kernel, always by a plain launch: the product behind it may be launched dependently and
+    read the numbers through L1. TypeError for a matrix of a class that is not in `LAUNCHES`."""
     if type(matrix) not in LAUNCHES:
         raise TypeError(f"no kernel dequantizes {type(matrix).__name__}")
     LAUNCHES[type(matrix)](matrix, out_NK)

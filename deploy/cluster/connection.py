@@ -20,7 +20,7 @@ from threading import Thread
 import psutil
 
 from deploy.cluster.environment import SidePorts, node_environment, resolve_ingress
-from deploy.cluster.head_node import dashboard_ended, short_start
+from deploy.cluster.head_node import dashboard_ended, patient, short_start
 from deploy.cluster.quiet import quiet_driver
 from deploy.cluster.ray_address import alone, logs_folder
 from deploy.cluster.ray_address import knock as _knock
@@ -106,6 +106,7 @@ class RayConnection:
                     "node (`ray start`) and knows its token (`ray get-auth-token`), or neither --ray-address nor "
                     "RAY_ADDRESS to start one"
                 ) from error
+        self._sessions.join(ray.get_runtime_context().gcs_address)
         # Ray Serve decides by the environment what it supports, here as there: see it as the cluster's processes do.
         try:
             self._export(ray.get(ray.remote(_serve_environment).options(num_cpus=0).remote()))
@@ -141,7 +142,7 @@ class RayConnection:
                 alone(token=config.ray_auth == "token"),
                 short_start(f"127.0.0.1:{dashboard}", self._beside.start),
             ):
-                ray.init(
+                patient(ray.init, self._sessions.forget, say)(
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, math.ceil(processes * config.cpus_per_process)),
                     num_gpus=visible_gpus(),  # Ray would count the names in CUDA_VISIBLE_DEVICES, such as -1

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+from deploy.mistakes import first_line
 from kernels.private_api import PrivateApi
+from workers.environment import EnvironmentProblem
 
 _START: Final = PrivateApi(
     "ray",
@@ -28,6 +30,8 @@ _START: Final = PrivateApi(
 )
 DASHBOARD_NICE: Final = 10
 """Added to the nice value of the dashboard's processes: where cores are few, a start and what serves go first."""
+ATTEMPTS: Final = 3
+"""Starts of a node that does not come up. By the second one the system has its agents' files in memory."""
 
 
 @contextmanager
@@ -47,8 +51,10 @@ def short_start(address: str, then: Callable[[], object] = lambda: None) -> Iter
     from ray._private.node import Node
 
     kept: Any = Node.start_api_server, Node.start_log_monitor
+    called = False
 
     def start(node: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        nonlocal called
         if include_dashboard:
             with _taken_to_be_at(address):
                 kept[0](node, include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
@@ -58,13 +64,49 @@ def short_start(address: str, then: Callable[[], object] = lambda: None) -> Iter
                     os.setpriority(os.PRIO_PROCESS, process.pid, nice)
         # Ray imports aiohttp, grpc and others when it starts the node: now, and not beside what `then` may import.
         utils.get_dashboard_dependency_error()
-        then()
+        if not called:  # for the first of several nodes
+            called = True
+            then()
 
     Node.start_api_server, Node.start_log_monitor = start, lambda node: None
     try:
         yield
     finally:
         Node.start_api_server, Node.start_log_monitor = kept
+
+
+def patient(init: Callable[..., object], forget: Callable[[], bool], say: Callable[[str], None]) -> Callable[..., None]:
+    """Return `init`, which is `ray.init`, such that it begins anew where the node does not come up, ATTEMPTS times in
+    all; EnvironmentProblem, which says what to do, where it still does not.
+
+    The node ends itself where one of its agents has not told its port within 15 s, which imports take on a machine that
+    is busy; Ray then waits for it all the same, and tells of a timeout or of `Deadline Exceeded`. There is no setting
+    for those seconds. `forget` ends what was started, and returns whether it has: without that there is no other try.
+    `say` gets a line for each.
+    """
+
+    def start(**settings: Any) -> None:
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                init(**settings)
+                return
+            except Exception as error:
+                from ray.exceptions import RayError
+
+                # A node that does not come up is a plain Exception; others of Python's own are defects.
+                if type(error) is not Exception and not isinstance(error, ConnectionError | RayError):
+                    raise
+                cause = first_line(error)
+                if left and forget():
+                    say(f"Ray has not come up: {cause} It is started again")
+                    continue
+                logs = f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
+                raise EnvironmentProblem(
+                    f"Ray does not start on this machine: {cause} If the machine is busy with other work, try again "
+                    f"later; if not, raylet.out and gcs_server.out in {logs} say more"
+                ) from error
+
+    return start
 
 
 @contextmanager

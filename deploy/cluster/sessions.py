@@ -3,7 +3,7 @@
 `timeout`, shells and supervisors signal the whole group of what they end. Ray's daemons would end at once, and with
 them the streams and every way to end the rest in order. So each daemon begins a session of its own: only this process
 hears the signal, and ends Ray when it is done with it. Where somebody signals every single process, Ray is gone, and
-what asks it for anything waits for a minute: then `Watch` ends this process.
+what asks it for anything waits for a minute: then `Watch` ends this process. A Ray that was joined may be gone as well.
 
 Written for Ray 2.60.0, which starts its daemons by a private part of it. Where it does not, a line is logged, and they
 stay in our process group.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -39,12 +40,20 @@ LIMIT_S = 5.0
 HURRY_S = 10.0
 """Seconds that ending a Ray in order may take where nothing else is waited for."""
 LOOK_S = 0.2
+KNOCK_PERIOD_S = 1.0
+"""Seconds between two attempts to reach a Ray that was joined."""
+KNOCK_TIMEOUT_S = 2.0
+"""Longest time of one."""
+KNOCKS: Final = 3
+"""Attempts in a row that fail where that Ray has ended: a head node that is busy, or restarts, may miss one."""
 
 
 class Sessions:
-    """The sessions of a Ray of our own, one a daemon, and the folder of its temporary files."""
+    """The sessions of a Ray of our own, one a daemon, and the folder of its temporary files. A Ray that was joined has
+    sessions of somebody else, and is looked for at its address."""
 
     def __init__(self) -> None:
+        self._joined, self._failed, self._knocked = "", 0, -math.inf
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._missing: list[subprocess.Popen[bytes]] = []
         self._closing = self._broken = False
@@ -81,21 +90,55 @@ class Sessions:
         if not self._daemons:
             _DAEMONS.lost("daemon that ray._private.services.ConsolePopen starts")
 
+    def forget(self) -> bool:
+        """Kill the daemons of a Ray that has not come up, with their sessions, for another one in its place. Whether
+        there were any: where Ray starts them otherwise, nobody here knows them."""
+        with self._lock:
+            daemons, self._daemons = self._daemons, []
+            cleanup_process.end({daemon.pid for daemon in daemons}, 0.0, LIMIT_S)
+            self._missing.clear()
+            self._broken = False
+        return bool(daemons)
+
+    def join(self, address: str) -> None:
+        """Note that somebody else's Ray is used, whose head node listens at `address` (host:port)."""
+        self._joined = address
+
+    @property
+    def joined(self) -> bool:
+        """Whether the Ray is somebody else's."""
+        return bool(self._joined)
+
     @property
     def begun(self) -> bool:
-        """Whether there are any: not before Ray is started, nor where it was there before."""
-        return bool(self._daemons)
+        """Whether there is a Ray: not before one is started or joined."""
+        return self.joined or bool(self._daemons)
 
     def look(self, ending: bool) -> bool:
         """Whether somebody else has ended Ray; to be called again and again. While it is `ending` any of its daemons
         says so, before only those without which it answers nobody: the others may have failed long ago.
 
-        Signalled together with the others, those two take ten seconds to end, in which whoever asks them waits."""
+        Signalled together with the others, those two take ten seconds to end, in which whoever asks them waits. A Ray
+        that was joined is looked for only while this process is `ending`: it has ended where nobody listens."""
+        if self.joined:
+            return ending and self._nobody_listens()
         for daemon in self._daemons:
             if not self._closing and daemon not in self._missing and daemon.poll() is not None:
                 self._missing.append(daemon)
                 self._broken |= ending or _is_needed(daemon)
         return self._broken
+
+    def _nobody_listens(self) -> bool:
+        if time.monotonic() - self._knocked >= KNOCK_PERIOD_S:
+            host, _, port = self._joined.rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+            except OSError:
+                self._failed += 1
+            else:
+                self._failed = 0
+            self._knocked = time.monotonic()
+        return self._failed >= KNOCKS
 
     def closing(self) -> None:
         """Note that from now on this process ends Ray itself."""
@@ -147,7 +190,8 @@ class Watch:
             if not self._sessions.begun:
                 continue
             broken = self._sessions.look(ending)
-            if ending and (broken or time.monotonic() >= self._deadline):
+            late = time.monotonic() >= self._deadline and not self._sessions.joined  # that one is not ours to end
+            if ending and (broken or late):
                 self._end("Ray was ended by somebody else" if broken else "Ray did not end in time")
                 return
 

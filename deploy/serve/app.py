@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
 from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
-from deploy.mistakes import explain
+from deploy.mistakes import explain, first_line
 from deploy.serve import early_imports, entrance, start_table
 from workers.channel.ports import free_ports, six_alone
 from workers.environment import check_environment, visible_gpus
@@ -86,6 +86,7 @@ class Running:
         self.config, self._connection = config, connection
         self._reader, self._waiting = ProgressReader(APPLICATION), WaitingReplicas(APPLICATION, config)
         self.proxies = entrance.Proxies()
+        self._to_delete = True
         self.start_s: dict[str, float] = {}
         """Seconds of the parts of the start, by their names, in order; empty where no replica reported its own."""
         self._address = _reached_at(config.host, connection)
@@ -127,31 +128,65 @@ class Running:
         return self._reader.lasting_failure()
 
     def stop(self, say: Say = lambda line: None) -> None:
-        """Let streams finish (at most `drain.timeout_s`), end every process this started, free every port."""
+        """Let streams finish (at most `drain.timeout_s`), end every process this started, free every port.
+
+        A KeyboardInterrupt meanwhile has this `abandon` the rest."""
         from ray import serve
 
-        say("draining: running streams may finish; a second signal ends them")
+        second = "ends them" if self._connection.own else "ends this command, and not them"
+        say(f"draining: running streams may finish; a second signal {second}")
+        told = "stopped"
         try:
-            entrance.delete(APPLICATION)
+            self._delete()
             deadline = time.monotonic() + self.config.drain.deregister_s + self.config.drain.timeout_s + END_TIMEOUT_S
             while APPLICATION in serve.status().applications and time.monotonic() < deadline:
                 time.sleep(POLL_S)
             if self._connection.own:
                 serve.shutdown()
+        except KeyboardInterrupt:
+            self.abandon(say)
+            return
+        except _no_serve() as error:
+            told = _ended_by_others(error)
         finally:
-            self._connection.close()
-        say("stopped")
+            self._leave()
+        say(told)
 
-    def abandon(self) -> None:
-        """End at once, streams and all."""
+    def abandon(self, say: Say = lambda line: None) -> None:
+        """Wait for no stream. A Ray of our own ends with them; one that was joined is told to end the application, and
+        lets them finish without us. Nothing is done twice: Ray Serve, asked for anything once we have left, would join
+        or start another Ray."""
+        try:
+            if self._to_delete and not self._connection.own:
+                self._delete()
+        except _no_serve() as error:
+            say(_ended_by_others(error))
+        finally:
+            self._leave()
+
+    def _delete(self) -> None:
         from ray import serve
 
-        try:
-            if not self._connection.own:
-                entrance.delete(APPLICATION)
-                serve.status()  # by its answer the controller has heard of the deletion
-        finally:
-            self._connection.close()
+        entrance.delete(APPLICATION)
+        serve.status()  # by its answer the controller has heard of the deletion
+        self._to_delete = False
+
+    def _leave(self) -> None:
+        self._to_delete = False
+        self._connection.close()
+
+
+def _no_serve() -> tuple[type[Exception], ...]:
+    """Errors by which Ray or Ray Serve tells that somebody has ended it."""
+    from ray import exceptions
+    from ray.serve.exceptions import RayServeException
+
+    return (exceptions.RayActorError, exceptions.RaySystemError, exceptions.LocalRayletDiedError, RayServeException)
+
+
+def _ended_by_others(error: Exception) -> str:
+    cause = first_line(error)
+    return f"stopped; Ray Serve was ended by somebody else, so streams that still ran were broken off: {cause}"
 
 
 def launch(
@@ -207,8 +242,8 @@ def launch(
 
 
 def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None) -> None:
-    """`launch`, wait for SIGINT, SIGTERM or SIGHUP, `stop`. A second signal ends without draining. Where Ray was ended
-    as well, or does not end, this process exits within seconds, with code 0."""
+    """`launch`, wait for SIGINT, SIGTERM or SIGHUP, `stop`. A second signal ends without draining. Where Ray, of our
+    own or joined, was ended as well, or our own does not end, this process exits within seconds, with code 0."""
     wanted = threading.Event()
     running: Running | None = None
     sessions = Sessions()
@@ -240,7 +275,7 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
                     say(line)
             running.stop(say)
         except KeyboardInterrupt:
-            running.abandon()
+            running.abandon(say)
     finally:
         watch.over()
         for number, handler in before.items():

@@ -59,6 +59,8 @@ def tiled_linear(
     live = (t < tokens)[:, None]
     kept = (f < F)[None, :]
     y = tl.zeros([BLOCK_T, BLOCK_F], tl.float32)
+    # Weights are read through L1. Those that were dequantized in the launch before were written by a plain launch
+    # (the compile gate of `dequantize` holds it to that), which has emptied L1 of what lay there before.
     for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
             a = tl.load(x_at + k0, mask=live, other=0.0, cache_modifier=".cg")

@@ -260,9 +260,9 @@ def invariant_tile(programs: int, rows: int, features: int, most: int) -> tuple[
     tiles of tokens, all heads together: 64, 64 and 4, or fewer output features with more input features on their way,
     as long as no more than `most` programs come of that.
 
-    Every result has the same bits: a program's wgmma has 64 tokens by some output features, and sums 16 input features
-    at a time, in their order. How many output features it has, and after how many input features a program waits, does
-    not matter. Input features that are no multiple of a wider step keep the steps of 64.
+    Every result has the same bits on Hopper: a program's wgmma has 64 tokens by some output features, and sums 16 input
+    features at a time, in their order. How many output features it has, and after how many input features a program
+    waits, does not matter. Input features that are no multiple of a wider step keep the steps of 64.
     """
     block = 64
     while block > LEAST_FEATURES and programs * triton.cdiv(rows, block // 2) <= most:
@@ -285,9 +285,9 @@ def tiled(
     behind: int = 0,
     dependent: bool = False,
 ) -> None:
-    """One product a head, of any number of tokens. `invariant`: the same bits whatever their number. `few`: then
-    programs may have fewer features (`invariant_tile`), for which kernels are compiled anew. `behind`, a power of two:
-    so many features that lie behind those of `x_THN` in memory are copied to behind those of `out_THF`."""
+    """One product a head, of any number of tokens. `invariant`: the same bits whatever their number. `few`, for Hopper:
+    then programs may have fewer features (`invariant_tile`), for which kernels are compiled anew. `behind`, a power of
+    two: so many features that lie behind those of `x_THN` in memory are copied to behind those of `out_THF`."""
     tokens, heads, features = x_THN.shape
     rows = weight_HFN.shape[1]
     if not tokens:

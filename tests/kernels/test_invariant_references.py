@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import linear as linear_module
 from kernels.head_linear import head_linear
 from kernels.linear import grouped_linear, linear
 from kernels.linear import reference as linear_reference
@@ -202,3 +203,20 @@ def test_attention_in_any_company_at_any_width() -> None:
             assert torch.equal(attend(end, width, heads=slice(2, 4)), alone[end - width : end, 2:4])
             with few_at_once():  # four pages, two or one, by width
                 assert torch.equal(attend(end, width), alone[end - width : end])
+
+
+class _OnGpu(Tensor):
+    """A tensor of the CPU that says that it is on a GPU: nothing is launched for it here."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_narrow_tiles_are_for_hopper(monkeypatch: pytest.MonkeyPatch, hopper: bool) -> None:
+    """Nobody has compared their bits with those of wide ones on another GPU: a few tokens and many would disagree."""
+    launched: list[bool] = []
+    monkeypatch.setattr(linear_module, "is_hopper", lambda device: hopper)
+    monkeypatch.setattr(linear_module.launch, "tiled", lambda *tensors, few, **rest: launched.append(few))
+    x, weight = torch.zeros(2, 64).as_subclass(_OnGpu), torch.zeros(32, 64)
+    linear_module.linear(x, weight, torch.empty(2, 32), invariant=True)
+    assert launched == [hopper]

@@ -12,9 +12,8 @@ lost, or a page is doubted meanwhile, the copies of the ticket are forgotten, an
 
 Entries form trees as those of the device do, and both trees agree: an entry of the device names its copy
 (`Entry.copy`), whose parent is the copy of the parent. What host memory holds of a prompt is compared token by token
-(`match`), so that colliding keys cost a miss and never a wrong page.
-
-Eviction: among the entries that nothing continues, the one whose last use is longest ago.
+(`match`), so that colliding keys cost a miss and never a wrong page. Which slot of host memory each has, and which is
+given up for another, `workers.scheduler.host_slots` says.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Final, Protocol
+from typing import Final
 
 from kernels.page import PAGE_TOKENS, Shards
-from workers.protocol.tiers import MOST_SAVES, Moved, Moves, Pinned, saver_of
+from workers.protocol.tiers import MOST_SAVES, Moved, Moves, saver_of
+from workers.scheduler.host_slots import HostSlots
 from workers.scheduler.pages import RowPages
 from workers.scheduler.prefix import PrefixCache
-from workers.scheduler.prefix_summary import Copy, Entry, PrefixSummary
+from workers.scheduler.prefix_summary import Copy, Entry
 from workers.scheduler.sequence import Sequence as Row
 from workers.scheduler.sequence import Tokens
 
@@ -39,9 +38,6 @@ MOST_LOADS = 4
 """Loads under way, or done and not yet used."""
 LOAD_S: Final = 0.005
 """Seconds that a load takes besides those of its pages: prompts whose missing pages are computed sooner have none."""
-REPORTED_ENDS: Final = 0.75
-"""Share of what routers are told that is for where prompts end: a session has one such place, or two with that where
-its last turn left the turn before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,26 +74,7 @@ class TierCounters:
     lost: int = 0
 
 
-class Disk(Protocol):
-    """Keeps copies of pages behind host memory (`workers.scheduler.disk_tier`)."""
-
-    def written(self, copies: Sequence[Copy]) -> None:
-        """Hear that pages are in host memory now."""
-
-    def used(self, copy: Copy) -> None:
-        """Hear that a prompt has begun with the pages up to this one, which were there before."""
-
-    def evicted(self, copy: Copy) -> None:
-        """Hear that a page has left host memory, as its slot is needed for another one."""
-
-    def doubt(self, keys: Sequence[bytes]) -> None:
-        """Hear that the pages of these keys may hold no numbers."""
-
-    def copying(self, copy: Copy) -> bool:
-        """Whether a page is being copied to the disk or from it, and the disk has not failed."""
-
-
-class HostTier:
+class HostTier(HostSlots):
     """Which pages are in host memory, and what is copied to and fro.
 
     Of use to `Rows` alone. It sends nothing: `take_moves` has what ranks must be told before the next plan.
@@ -117,27 +94,16 @@ class HostTier:
         least: int = 4,
         token_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`slots`: pages that host memory holds. `ranks`: all of them answer each ticket. `pins`: whether slots are of
-        use only as far as all ranks say that they are pinned. `reported`: keys that `report` names at the most.
-        `batch`: pages that one ticket has any rank save at the most; the pages of each of `shards` are shared out among
-        `savers` ranks. `least`: pages that are worth a load, however fast prompts are computed. `token_s`: seconds that
-        computing a token of a prompt takes, by now."""
-        self.slots, self._ranks, self._cache, self._batch = slots, ranks, cache, batch
+        """`slots`, `pins`, `reported`: see `HostSlots`. `ranks`: all of them answer each ticket. `batch`: pages that
+        one ticket has any rank save at the most; the pages of each of `shards` are shared out among `savers` ranks.
+        `least`: pages that are worth a load, however fast prompts are computed. `token_s`: seconds that computing a
+        token of a prompt takes, by now."""
+        super().__init__(slots, ranks, pins=pins, reported=reported)
+        self._ranks, self._cache, self._batch = ranks, cache, batch
         self._most_least, self._token_s = least, token_s
         self._savers, self._shards = savers, Shards(shards)
         self.counters = TierCounters()
-        self._free = list(range(slots - 1, -1, -1))
-        self._unpinned: list[int] = []
-        """Slots that are of no use yet, the last ones first."""
-        self._pinned = [slots] * ranks
-        """Of each rank: slots that it can copy to and from, from the first one on."""
-        if pins:
-            self._pinned = [0] * ranks
-            self._free, self._unpinned = self._unpinned, self._free
-        self._copies: dict[bytes, Copy] = {}  # by key
-        self._summary = PrefixSummary(self._copies, slots, reported, REPORTED_ENDS)
-        self._ends: list[tuple[int, bytes]] = []  # a heap of (used, key), outdated ones among them
-        self._clock, self._numbers = count(1), count(1)
+        self._numbers = count(1)
         self._tickets: dict[int, Ticket] = {}  # under way, by number
         self._ready: dict[int, Ticket] = {}  # loads that are done, whose pages wait for their prompts
         self._ticket_of: dict[Row, Ticket] = {}
@@ -145,36 +111,12 @@ class HostTier:
         self._saves = self._loads = 0  # under way
         self._outbox: list[Moves] = []
         self._offered: deque[tuple[Entry, int]] = deque()
-        self.disk: Disk | None = None
-        """Where pages are copied to from here."""
         cache.tier = self
-
-    @property
-    def usable(self) -> int:
-        """Slots that all ranks can copy to and from."""
-        return min(self._pinned)
-
-    def pinned(self, message: Pinned) -> None:
-        """Take in how many slots a rank can copy to and from: never fewer than before."""
-        self._pinned[message.rank] = message.slots
-        more: list[int] = []
-        while self._unpinned and self._unpinned[-1] < self.usable:
-            more.append(self._unpinned.pop())
-        self._free += reversed(more)  # those side by side are taken one after the other, and copied in one go
-
-    @property
-    def held(self) -> int:
-        """Pages in host memory, those included that are being written."""
-        return len(self._copies)
 
     @property
     def waiting(self) -> list[Row]:
         """Requests whose pages are being loaded."""
         return [row for ticket in self._tickets.values() for row in ticket.waiting]
-
-    def report(self) -> list[bytes]:
-        """Keys that tell routers what is here (`PrefixSummary`)."""
-        return self._summary.report()
 
     def take_moves(self) -> list[Moves]:
         """What every rank must be told now, in order, before it is told the next plan; each is given once."""
@@ -291,49 +233,6 @@ class HostTier:
         self._summary.add([copy], number)
         self._use(copy)
         return copy
-
-    def _slot(self) -> int | None:
-        """A free slot, if need be that of the end which was not used for longest; None where all are pinned."""
-        pinned: list[tuple[int, bytes]] = []
-        while not self._free and self._ends:
-            used, key = heappop(self._ends)
-            copy = self._copies.get(key)
-            if copy is None or copy.children or copy.used != used:
-                continue
-            if copy.pins:
-                pinned.append((used, key))
-            else:
-                self._forget([copy])
-                if self.disk is not None:
-                    self.disk.evicted(copy)
-        for item in pinned:
-            heappush(self._ends, item)
-        return self._free.pop() if self._free else None
-
-    def _use(self, copy: Copy) -> None:
-        copy.used = next(self._clock)
-        self._summary.use([copy])
-        if not copy.children:
-            self._is_end(copy)
-
-    def _is_end(self, copy: Copy) -> None:
-        heappush(self._ends, (copy.used, copy.key))
-        if len(self._ends) > 64 + 4 * len(self._copies):  # most of it is outdated
-            self._ends = [(one.used, one.key) for one in self._copies.values() if not one.children]
-            heapify(self._ends)
-
-    def _forget(self, copies: Sequence[Copy]) -> None:
-        """Each comes before the one that it continues."""
-        for copy in copies:
-            del self._copies[copy.key]
-            copy.gone = True
-            if not copy.pins:
-                self._free.append(copy.page)
-        self._summary.remove(copies)
-        for copy in copies:
-            parent = copy.parent
-            if isinstance(parent, Copy) and not parent.gone and not parent.children:
-                self._is_end(parent)
 
     # Loads
 
@@ -476,12 +375,6 @@ class HostTier:
         for copy in copies:
             copy.written = True
             self.unpin(copy)
-
-    def unpin(self, copy: Copy) -> None:
-        """Nobody reads or writes it any more on behalf of one ticket."""
-        copy.pins -= 1
-        if copy.gone and not copy.pins:
-            self._free.append(copy.page)
 
     # Both
 

@@ -13,11 +13,16 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
+from ray._private import services
 
 from deploy.cluster import connection
 from deploy.cluster.connection import RayConnection
+from deploy.cluster.head_node import ATTEMPTS
+from deploy.cluster.sessions import Sessions
 from deploy.config.application import ServeConfig
 from deploy.serve import app, entrance
+from workers.environment import EnvironmentProblem
 
 
 def test_a_start_ends_without_ray_where_its_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +61,70 @@ def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch: pytest.Monke
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         earlier.wait()
+
+
+TIMED_OUT = (
+    "The current node timed out during startup. This could happen because some of the raylet failed to startup or the "
+    "GCS has become overloaded."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (Exception(TIMED_OUT), f"Ray does not start on this machine: {TIMED_OUT} If the machine is busy "),
+        (ConnectionError("Could not read 'session_name' from GCS."), "Ray does not start on this machine: Could not "),
+        (ray.exceptions.RpcError("Deadline Exceeded\nin C++", 4), "Ray does not start on this machine: Deadline Exc"),
+        (TypeError("a defect"), ""),
+    ],
+)
+def test_a_ray_that_does_not_come_up_in_time_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    attempts = []
+
+    def init(**settings: object) -> None:
+        """As Ray does, it leaves a daemon that has started."""
+        attempts.append(services.ConsolePopen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        raise error
+
+    said: list[str] = []
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = ServeConfig.model_validate({"engine": {"model": "demo"}})
+    with pytest.raises(EnvironmentProblem if line else TypeError) as raised:
+        RayConnection(config, said.append)
+    assert str(raised.value).startswith(line or "a defect")
+    assert "\n" not in str(raised.value)
+    assert len(attempts) == (ATTEMPTS if line else 1)
+    assert sum(one.startswith("Ray has not come up: ") for one in said) == len(attempts) - 1
+    assert all(attempt.wait(60) for attempt in attempts)  # killed
+
+
+def test_a_ray_that_comes_up_at_the_second_attempt_is_not_taken_for_one_that_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attempts = []
+
+    def init(**settings: object) -> None:
+        attempts.append(services.ConsolePopen(["/bin/sh", "-c", "exec sleep 60"]))
+        if len(attempts) == 1:
+            attempts[0].args = ["raylet"]
+            attempts[0].kill()
+            attempts[0].wait()
+            assert sessions.look(ending=False)
+            raise Exception(TIMED_OUT)
+
+    sessions = Sessions()
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    connection = RayConnection(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None, sessions)
+    try:
+        assert len(attempts) == 2
+        assert not sessions.look(ending=True)
+    finally:
+        connection.close()
+    assert attempts[1].wait(60)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -126,7 +195,7 @@ def test_an_application_that_is_just_handed_over_is_taken_back(monkeypatch: pyte
 
     class Running(app.Running):
         def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
-            self.config, self._connection = config, connection
+            self.config, self._connection, self._to_delete = config, connection, True
 
     def hand_over(*_: object, **options: object) -> None:
         calls.append("handed over")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -139,9 +140,9 @@ def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(sessions.os, "_exit", leave)
 
-    def watch(broken: bool, within_s: float) -> Watch:
+    def watch(broken: bool, within_s: float, joined: bool = False) -> Watch:
         ended.clear()
-        there = SimpleNamespace(begun=True, look=lambda ending: broken, end=lambda: None)
+        there = SimpleNamespace(begun=True, joined=joined, look=lambda ending: broken, end=lambda: None)
         return Watch(there, within_s, said.append)
 
     for order, broken, within_s in (("stop", False, 0.05), ("hurry", False, 60.0), ("stop", True, 60.0)):
@@ -154,6 +155,34 @@ def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch: pytest.Monkey
     one.over()
     one.stop()
     assert not ended.wait(0.2)
+    one = watch(False, 0.05, joined=True)  # it ends in its own time
+    one.stop()
+    assert not ended.wait(0.2)
+    one.over()
+    one = watch(True, 60.0, joined=True)
+    one.stop()
+    assert ended.wait(60)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_a_ray_that_was_joined_has_ended_where_nobody_listens_any_more(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr(sessions, "KNOCK_PERIOD_S", 0.0)
+    host = address.strip("[]")
+    head = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = head.getsockname()[1]
+    ours = Sessions()
+    assert not ours.begun
+    ours.join(f"{address}:{port}")
+    assert ours.begun
+    assert not any(ours.look(ending=True) for _ in range(5))
+    head.close()
+    assert not any(ours.look(ending=False) for _ in range(5))  # what asks Ray tells of it, after a minute
+    looks = [ours.look(ending=True) for _ in range(sessions.KNOCKS)]
+    assert looks == [False] * (sessions.KNOCKS - 1) + [True]
+    with socket.create_server((host, port), family=head.family):
+        assert not ours.look(ending=True)  # it had only begun anew
 
 
 @pytest.mark.parametrize(("apart", "drained"), [(0.0, True), (60.0, False)])
@@ -171,7 +200,9 @@ def test_two_sigterms_at_once_are_one(monkeypatch: pytest.MonkeyPatch, apart: fl
         signal.raise_signal(signal.SIGTERM)
         return []
 
-    running = SimpleNamespace(url="http://", start_s={}, news=news, stop=stop, abandon=lambda: did.append("abandon"))
+    running = SimpleNamespace(
+        url="http://", start_s={}, news=news, stop=stop, abandon=lambda say: did.append("abandon")
+    )
     monkeypatch.setattr(app, "launch", lambda *_: running)
     monkeypatch.setattr(app, "NEWS_PERIOD_S", 0.01)
     app.start(ServeConfig.model_validate({"engine": {"model": "demo"}}), lambda line: None)

@@ -298,8 +298,12 @@ def fill_rows(row_T: Tensor, width: int, scratch: Scratch) -> None:
 
 def live_tokens(batch: Batch, scratch: Scratch) -> Tensor | None:
     """Integers of a pass of decode rows alone, [R], or [T] where some of a row's tokens are left out: those of rows, or
-    tokens, with 0 are padding. None of another pass: experts of a mixed step compute tokens that are left out, too."""
-    if batch.decode is None or batch.prefill is not None:
+    tokens, with 0 are padding. Of a prefill alone, which the self-test computes as a reference, ones, [T]: so it
+    launches what mixed steps do, and compiles nothing of its own. None of a pass of both: its experts compute tokens
+    that are left out, too."""
+    if batch.decode is None:
+        return scratch.empty(len(batch.position_T), dtype=batch.position_T.dtype).fill_(1)
+    if batch.prefill is not None:
         return None
     length_R, left_out_T = batch.decode.length_R, _left_out(batch, scratch)
     if left_out_T is None:
