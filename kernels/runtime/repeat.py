@@ -97,11 +97,11 @@ class Repeat:
         and for all on a CPU, where `nothing_repeated` says so, and where Triton or torch lack what is needed. It reads
         and writes the same tensors and numbers for every layer, but for those that are the layer's own. RuntimeError if
         it makes a new tensor, or hands a layer's own on in a list. It launches from one thread; what others launch
-        meanwhile is theirs.
+        meanwhile is theirs. Where launches compute nothing, layers whose tensors are like the first's are left out.
         """
         layers = self._layers
         if index and layers.alike[index] and not launches_compute():
-            return  # the first layer's kernels are those of this one
+            return  # it launches the first layer's kernels
         if index and self._noted and layers.alike[index]:
             own, addresses, stream = layers.own[index], layers.addresses[index], _stream(layers.own[0][0].device)
             for again in self._noted:

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.mla_prefill.hopper import box
 from kernels.runtime import launcher as launchers
 from kernels.runtime import repeat
+from kernels.runtime.ahead import compile_ahead
 from kernels.runtime.repeat import Layers, Repeat, nothing_repeated
 from tests.support.private_apis import untouched
 
@@ -104,6 +105,22 @@ def test_launches_get_the_tensors_of_each_layer(log: list[tuple[Any, ...]]) -> N
     assert log == wanted
     assert len(set(wanted)) == len(wanted) == 12
     assert JITFunction.run is repeat._RUN
+
+
+def test_where_kernels_are_compiled_ahead_layers_of_one_shape_launch_them_once() -> None:
+    (weight, cache), *others = layers(3)
+    ran: list[int] = []
+
+    def run_all() -> list[int]:
+        ran.clear()
+        repeated = Repeat(Layers([(weight, cache), *others, (weight[1:], cache)]))
+        for index in range(4):
+            repeated(index, partial(ran.append, index))
+        return ran
+
+    assert run_all() == [0, 1, 2, 3]
+    with compile_ahead(torch.device("cpu"), threads=1):
+        assert run_all() == [0, 3]
 
 
 def test_operators_write_what_each_layer_would(log: list[tuple[Any, ...]]) -> None:
