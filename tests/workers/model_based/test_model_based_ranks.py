@@ -70,6 +70,10 @@ KINDS: dict[str, dict[str, Any]] = {"v3": {}, "glm5": {"indexer_types": ["full",
 HERE = ("frozen bounds", "zeroes on another rank")
 """Faults that no quicker test finds."""
 
+FIRST = 300_019
+"""A schedule with NaN in seven rows and drafts from the prompt; then one in invariant mode, with the model's own drafts
+and preemptions; then one with an EAGLE draft model, and pages from host memory and disk. All have two shards."""
+
 
 def rank_main(rank: int, ranks: int, folder: Path, steps: int, seed: int, name: str, kind: str) -> None:
     torch.set_num_threads(1)
@@ -96,7 +100,7 @@ def on_ranks(folder: Path, ranks: int, steps: int, seed: int, name: str = "", ki
 @pytest.mark.parametrize(
     ("ranks", "steps", "seed"),
     [
-        pytest.param(2, 400, 300_036, marks=pytest.mark.long),
+        pytest.param(2, 350, FIRST, marks=pytest.mark.long),
         pytest.param(4, 3000, 310_000, marks=pytest.mark.soak),
     ],
 )
@@ -126,7 +130,8 @@ def test_sparse_schedules_on_ranks_that_share_out_a_cache(tmp_path: Path) -> Non
     "name", [pytest.param(name, marks=pytest.mark.long if name in HERE else pytest.mark.soak) for name in PLANTED]
 )
 def test_a_fault_planted_on_all_ranks_is_found(tmp_path: Path, name: str) -> None:
-    assert on_ranks(tmp_path, 2, 1200, 300_000, name).problem
+    """In a schedule in which nothing differs without it: the first one of the test above."""
+    assert on_ranks(tmp_path, 2, 1, FIRST, name).problem
 
 
 def test_shards_are_drawn_beside_everything_else() -> None:
