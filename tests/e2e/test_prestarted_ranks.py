@@ -85,7 +85,7 @@ async def test_nothing_is_left_of_a_start_that_is_ended(launch, number: int) -> 
     server: Server = launch(CONFIG, AHEAD)
 
     async def begun() -> bool:
-        assert server.process.poll() is None, server.lines
+        assert server.process.poll() is None, "\n".join(server.lines)
         return any("starting 2 ranks" in line for line in server.lines)
 
     await until(begun, 400.0)
