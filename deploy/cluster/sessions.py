@@ -56,6 +56,7 @@ class Sessions:
         self._joined, self._failed, self._knocked = "", 0, -math.inf
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._missing: list[subprocess.Popen[bytes]] = []
+        self._others: set[int] = set()
         self._closing = self._broken = False
         self._folder: Path | None = None
         self._cleanup: CleanupProcess | None = None
@@ -64,6 +65,12 @@ class Sessions:
     def keep(self, folder: Path) -> None:
         """Remove `folder` with the last process, even if this one is killed."""
         self._folder, self._cleanup = folder, CleanupProcess(folder)
+        for leader in self._others:
+            self._cleanup.add(leader)
+
+    def add(self, leader: int) -> None:
+        """Have the session that this process leads end with Ray, though it is none of its daemons. Before `keep`."""
+        self._others.add(leader)
 
     @contextmanager
     def of_their_own(self) -> Iterator[None]:
@@ -148,8 +155,10 @@ class Sessions:
         """Wait a moment for every process to end, kill those that have not, remove the folder."""
         with self._lock:
             self._closing = True
-            cleanup_process.end({daemon.pid for daemon in self._daemons}, LEAVE_S, LIMIT_S)
+            leaders = {daemon.pid for daemon in self._daemons} | self._others
+            cleanup_process.end(leaders, LEAVE_S, LIMIT_S)
             self._daemons.clear()
+            self._others.clear()
             if self._folder is not None and self._cleanup is not None:
                 cleanup_process.remove(self._folder)
                 self._cleanup.close()

@@ -206,6 +206,23 @@ class ServeConfig(BaseModel):
         """The model's own name."""
         return self.name or (self.engine.model if self.engine.model == "demo" else self.engine.folder.resolve().name)
 
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights stay for an engine that takes the place of one that died."""
+        return self.engine.keep_weights and self.health.patience_s > 0
+
+    def settled(self, *, gpus_there: bool) -> ServeConfig:
+        """These settings with `gpus_per_rank` decided, by whether there are GPUs.
+
+        Where none is reserved for a rank `device: auto` becomes the CPU: ranks decide by what they see, and one that
+        Ray reserved no GPU for may see GPUs that it reserved for others, or that came later.
+        """
+        gpus, device = self.gpus_per_rank, self.engine.device
+        if gpus is None:
+            gpus = 1.0 if device == "cuda" or (device == "auto" and gpus_there) else 0.0
+        engine = self.engine if gpus else self.engine.model_copy(update={"device": "cpu"})
+        return self.model_copy(update={"gpus_per_rank": gpus, "engine": engine})
+
     @staticmethod
     def load(path: str | Path, **overrides: Any) -> ServeConfig:
         """Settings from a YAML file; `overrides` (None: not given) replace fields, dotted names reach inner ones."""

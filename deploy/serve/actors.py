@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deploy.cluster.environment import PROCESS_ENVIRONMENT
 from deploy.config.application import LogConfig, ServeConfig
 from deploy.observability import logs
+from deploy.serve import prestarted
 from deploy.serve.early_imports import RANK_ENVIRONMENT
+from deploy.serve.ended_processes import runs
 from workers.channel.ports import free_port
 from workers.channel.sockets import Addresses, remove_sockets
 from workers.config import EngineConfig
@@ -135,12 +136,16 @@ class WorkerActor:
         keeper: Path | None = None,
         waiting: Waiting = None,
         role: Role = "alone",
+        ahead: Path | None = None,
     ) -> None:
         """Run step plans until told to stop; raises the cause of an end. `keeper` (of weights), `waiting` and
-        `role`: see `run_worker`."""
+        `role`: see `run_worker`. `ahead`: socket of a rank that started ahead of this actor, for which it stands."""
+        logs.configure(self._log, process=f"rank {rank}", **self._labels)
+        if ahead is not None:
+            prestarted.stand_for(ahead, addresses, keeper, self._log, self._labels)
+            return
         from workers.rank.worker_process import run_worker
 
-        logs.configure(self._log, process=f"rank {rank}", **self._labels)
         run_worker(config, rank, addresses, rendezvous, device if device >= 0 else None, keeper, waiting, role)
 
 
@@ -159,16 +164,21 @@ class ReplicaProcesses:
         seats: Sequence[Placement] = (),
         *,
         early: bool = False,
+        ahead: Path | None = None,
     ) -> None:
         """Prepare the processes; nothing starts yet. `labels` become part of every log line. `keeper` gives the place
         of the weight keeper on this node when ranks begin to load. `seats`: places of other ranks, for which these
         stand by: they reserve nothing, and get the devices of those that they take the place of. `early`: ranks take
-        processes that have imported what they need (`early_imports`)."""
+        processes that have imported what they need (`early_imports`). `ahead`: folder of ranks that started ahead of
+        Ray, which these take if they can (`prestarted`)."""
         self._keeper, self._seats = keeper, {seat.bundle: seat for seat in seats}
         self._rank_environment = RANK_ENVIRONMENT if early else {}
         hot = config.health.standby == "hot"
         self._role: Role = ("standby" if seats else "primary") if hot else "alone"
-        self._config, self._log, self._labels = config.engine, config.log, labels
+        self._settings, self._config, self._log, self._labels = config, config.engine, config.log, labels
+        self._ahead, self._claimed = ahead, list[prestarted.Claimed]()
+        self.not_ahead = ""
+        """Why ranks that started ahead could not be taken; empty where none had, and where they were."""
         self._group, self._cpus, self._gpus = group, config.cpus_per_process, config.gpus_per_rank or 0.0
         self._scheduler: Any = None
         self._workers: list[Any] = []
@@ -203,8 +213,8 @@ class ReplicaProcesses:
             self._create()
         actors = self._workers
         finding = [actor.placement.remote(FRONT_BUNDLE + 1 + rank) for rank, actor in enumerate(actors)]
-        for actor in actors if created else ():
-            actor.load_libraries.remote()
+        if created and self._ahead is None:
+            self._load_libraries()
         placements = [self._seated(placement) for placement in await asyncio.gather(*finding)]
         order = placement_order(placements, home)
         self.placements = [placements[i] for i in order]
@@ -214,9 +224,39 @@ class ReplicaProcesses:
         addresses: Addresses
         addresses, scheduler_pid = await self._scheduler.bind.remote(self._config, host, self._role == "standby")
         self._local_pids = [scheduler_pid, *(placement.pid for placement in placements if placement.node == home)]
+        await self._claim(one_node=one_node)
         self._addresses = addresses
         self._rendezvous = f"tcp://{'127.0.0.1' if one_node else self.placements[0].ip}:{self.placements[0].port}"
         return addresses
+
+    def _load_libraries(self) -> None:
+        for actor in self._workers:
+            actor.load_libraries.remote()
+
+    async def _claim(self, *, one_node: bool) -> None:
+        """Take ranks that started ahead, where there are any. Otherwise the actors become the ranks."""
+        if self._ahead is None:
+            return
+        try:
+            if not one_node:
+                raise prestarted.NotClaimed("its actors are on several nodes")
+            devices = [placement.device for placement in self.placements]
+            self._claimed = await asyncio.to_thread(prestarted.claim, self._ahead, self._settings, devices)
+        except prestarted.NotClaimed as error:
+            self.not_ahead = str(error)
+            self._load_libraries()
+        else:
+            self._local_pids += [rank.pid for rank in self._claimed]
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether there may be ranks that started ahead of Ray, before `start`."""
+        return self._ahead is not None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether its ranks are such that started ahead of Ray, after `start`."""
+        return bool(self._claimed)
 
     @property
     def folder(self) -> Path | None:
@@ -257,9 +297,11 @@ class ReplicaProcesses:
                     raise  # what it would share is kept there
                 logger.warning("no weight keeper could be started: weights will not be kept", exc_info=True)
         refs = {"scheduler": self._scheduler.run.remote()}
+        ahead = [rank.path for rank in self._claimed]
         for rank, (worker, placement) in enumerate(zip(self._workers, self.placements, strict=True)):
             refs[f"rank {rank}"] = worker.run.remote(
-                self._config, rank, addresses, self._rendezvous, placement.device, keeper, waiting, self._role
+                *(self._config, rank, addresses, self._rendezvous, placement.device),
+                *(keeper, waiting, self._role, ahead[rank] if ahead else None),
             )
         self._watchers = [asyncio.ensure_future(self._watch(name, ref, on_end)) for name, ref in refs.items()]
 
@@ -292,6 +334,8 @@ class ReplicaProcesses:
         """End every process at once; those of this node even if they are stopped or hang."""
         for watcher in self._watchers:
             watcher.cancel()
+        for rank in self._claimed:
+            rank.kill()
         for pid in self._local_pids:
             _kill_actor_process(pid)
         for actor in [self._scheduler, *self._workers]:
@@ -299,45 +343,6 @@ class ReplicaProcesses:
                 ray.kill(actor)
         if self._addresses is not None:
             remove_sockets(self._addresses)
-
-
-def runs(pid: int) -> bool:
-    """Whether any thread of a process has not ended yet: until then it may have memory of a GPU, and write to it. One
-    whose parent has not heard of its end has nothing any more. Where the system does not say, it is taken to run."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    except AttributeError:  # Pythons that were built for old systems lack the function
-        return _has_threads(pid)
-    except OSError:  # no descriptor is left, for instance
-        return True
-    try:
-        ended = select.poll()  # select(2) takes no descriptor above 1,023, and each stream of a front has one
-        ended.register(descriptor, select.POLLIN)
-        return not ended.poll(0)
-    finally:
-        os.close(descriptor)
-
-
-def _has_threads(pid: int) -> bool:
-    """The same by the states of its threads, for which the system reads a file of each."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    except OSError:
-        return True
-    for thread in threads:
-        try:
-            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        except OSError:
-            return True
-        if state not in "ZX":
-            return True
-    return False
 
 
 def _kill_actor_process(pid: int) -> None:

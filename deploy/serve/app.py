@@ -20,7 +20,7 @@ from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to
 from deploy.cluster.sessions import Sessions, Watch
 from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
 from deploy.mistakes import explain, first_line
-from deploy.serve import early_imports, entrance, start_table
+from deploy.serve import early_imports, entrance, prestarted, start_table
 from workers.channel.ports import free_ports, six_alone
 from workers.environment import check_environment, visible_gpus
 from workers.families.registry import load_config
@@ -79,6 +79,9 @@ def build_app(config: ServeConfig, engine_class: type | None = None) -> Applicat
 class Running:
     """An application that serves."""
 
+    ahead: prestarted.PrestartedRanks | None = None
+    """Ranks that started ahead of Ray, if any did."""
+
     def __init__(self, config: ServeConfig, connection: RayConnection) -> None:
         from deploy.serve.capacity import WaitingReplicas
         from deploy.serve.progress import ProgressReader
@@ -89,6 +92,8 @@ class Running:
         self._to_delete = True
         self.start_s: dict[str, float] = {}
         """Seconds of the parts of the start, by their names, in order; empty where no replica reported its own."""
+        self.ahead_s: dict[str, float] = {}
+        """Seconds of the parts of rank 0 that ran beside those."""
         self._address = _reached_at(config.host, connection)
 
     @property
@@ -115,9 +120,9 @@ class Running:
         """Note that the application answers. `command`: seconds of the parts until it was `handed_over` to Serve (Unix
         time, seconds)."""
         if (last := self._reader.last_start()) is not None:
-            began, replica = last
-            waited = time.time() - handed_over
-            self.start_s = start_table.of_application(command, waited, began - handed_over, replica)
+            waited, until_replica = time.time() - handed_over, last.started - handed_over
+            self.start_s = start_table.of_application(command, waited, until_replica, last.start_s)
+            self.ahead_s = last.ahead_s
 
     def failures(self) -> list[str]:
         """Causes of every replica that failed so far, oldest first."""
@@ -173,7 +178,11 @@ class Running:
 
     def _leave(self) -> None:
         self._to_delete = False
-        self._connection.close()
+        try:
+            self._connection.close()
+        finally:
+            if self.ahead is not None:
+                self.ahead.close()
 
 
 def _no_serve() -> tuple[type[Exception], ...]:
@@ -208,11 +217,42 @@ def launch(
     config = config.model_copy(update={"host": six_alone(config.host)})
     if config.port == 0:
         config = config.model_copy(update={"port": free_ports(config.host, 1)[0]})
+    sessions, ahead = sessions or Sessions(), None
     if not cluster_to_join(config):
         _check_port(config)
-    times.end("imports")
+        if engine_class is None:
+            ahead = _begin_ranks(config, say, sessions)
     try:
-        more = early_imports.environment(config, len(os.sched_getaffinity(0)))
+        times.end("imports")
+        running = _bring_up(config, say, engine_class, sessions, times, ahead)
+        if ahead is not None:
+            ahead.served()
+    except BaseException:
+        if ahead is not None:
+            ahead.close()
+        raise
+    return running
+
+
+def _begin_ranks(config: ServeConfig, say: Say, sessions: Sessions) -> prestarted.PrestartedRanks | None:
+    ahead = prestarted.begin(config, len(os.sched_getaffinity(0)), visible_gpus(), sessions)
+    if ahead is not None:
+        say(f"{len(ahead)} rank{'s start' if len(ahead) > 1 else ' starts'} ahead of Ray")
+    return ahead
+
+
+def _bring_up(
+    config: ServeConfig,
+    say: Say,
+    engine_class: type | None,
+    sessions: Sessions,
+    times: StartTimes,
+    ahead: prestarted.PrestartedRanks | None,
+) -> Running:
+    """Start Ray or join one, and the application there. As `launch`."""
+    cores = len(os.sched_getaffinity(0))
+    more = early_imports.environment(config, cores) if ahead is None else ahead.environment
+    try:
         connection = RayConnection(config, say, sessions, _import_what_follows, more)
     except CannotJoin as error:
         raise StartFailed(str(error)) from None
@@ -223,6 +263,7 @@ def launch(
             _check_entrance(config, say)
         times.end("Ray")
         running = Running(config, connection)
+        running.ahead = ahead
         _check_capacity(config, connection, say)
         if connection.own:
             early_imports.begin(config)
@@ -266,7 +307,7 @@ def start(config: ServeConfig, say: Say = tell, engine_class: type | None = None
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
     try:
         running = launch(config, say, engine_class, sessions, start_table.process_age_s())
-        for line in start_table.lines_of(running.start_s) if running.start_s else ():
+        for line in start_table.lines_of(running.start_s, running.ahead_s) if running.start_s else ():
             say(line)
         say(f"serving {config.model_name} at {running.url}/v1 (Ctrl-C stops)")
         try:

@@ -63,16 +63,10 @@ def _has_ha_proxy() -> bool:
 
 
 def settled(config: ServeConfig) -> ServeConfig:
-    """`config` with `gpus_per_rank` decided for the nodes of this Ray; EnvironmentProblem where it cannot be yet.
-
-    Without GPUs `device: auto` becomes the CPU here: ranks decide by what they see, and one that Ray reserved no GPU
-    for may see GPUs that it reserved for others, or that came later.
-    """
-    gpus, device = config.gpus_per_rank, config.engine.device
-    if gpus is None:
-        gpus = 1.0 if device == "cuda" or (device == "auto" and _has_gpus()) else 0.0
-    engine = config.engine if gpus else config.engine.model_copy(update={"device": "cpu"})
-    return config.model_copy(update={"gpus_per_rank": gpus, "engine": engine})
+    """`config` with `gpus_per_rank` decided for the nodes of this Ray (`ServeConfig.settled`); EnvironmentProblem where
+    it cannot be yet."""
+    asks = config.gpus_per_rank is None and config.engine.device == "auto"
+    return config.settled(gpus_there=asks and _has_gpus())
 
 
 def _has_gpus() -> bool:

@@ -49,10 +49,16 @@ _AHEAD: Final = PrivateApi(
 )
 
 
+def enough(cores: int, config: ServeConfig) -> bool:
+    """Whether a node of so many cores can do now what is needed later: where they are fewer, what is needed first would
+    wait for that."""
+    return cores >= 2 * (_ranks(config) + config.least_replicas + OTHERS)
+
+
 def environment(config: ServeConfig, cores: int) -> dict[str, str]:
     """Return the variables that all processes of a Ray of our own need for it, on a node of so many cores: none where
-    these are so few that what is needed first would wait for what is needed later."""
-    if cores < 2 * (_ranks(config) + config.least_replicas + OTHERS):
+    these are not `enough`."""
+    if not enough(cores, config):
         return {}
     modules = [*filter(None, [os.environ.get(PRELOADED)]), "deploy.serve.preload"]
     return {EARLY: str(time.time() + KEPT_S), PRELOADED: ",".join(modules)}

@@ -45,6 +45,8 @@ class Report(msgspec.Struct):
     """Whether another start would end the same."""
     start_s: dict[str, float] = {}
     """Seconds of the parts of its start, by their names, in order, once it serves."""
+    ahead_s: dict[str, float] = {}
+    """The same of its rank 0, where that started ahead of Ray: no parts of the above, as they ran beside Ray."""
 
 
 class StatusStore:
@@ -68,10 +70,11 @@ class StatusStore:
                 self.report.cut += 1
             self._write_soon()
 
-    def serving(self, start_s: dict[str, float]) -> None:
-        """Report that the replica serves, and the seconds of the parts of its start."""
+    def serving(self, start_s: dict[str, float], ahead_s: dict[str, float]) -> None:
+        """Report that the replica serves, and the seconds of the parts of its start, and of a rank that started ahead
+        of Ray."""
         with self._changing:
-            self.report.start_s = start_s
+            self.report.start_s, self.report.ahead_s = start_s, ahead_s
         self.say("serving")
 
     def fail(self, cause: str, lasting: bool = False, wait_s: float = 10.0) -> None:
@@ -148,11 +151,11 @@ class ProgressReader:
                 lines.append(f"{label}failed: {report.failed}")
         return lines
 
-    def last_start(self) -> tuple[float, dict[str, float]] | None:
-        """Return when the replica that was there last began (Unix time, seconds), and the seconds of the parts of its
-        start; None where nobody reports any."""
-        starts = [(report.started, report.start_s) for report in reports(self._application) if report.start_s]
-        return max(starts, key=lambda start: start[0] + sum(start[1].values()), default=None)
+    def last_start(self) -> Report | None:
+        """Return the report of the replica that was there last, with the parts of its start; None where nobody reports
+        any."""
+        starts = [report for report in reports(self._application) if report.start_s]
+        return max(starts, key=lambda start: start.started + sum(start.start_s.values()), default=None)
 
     def failures(self) -> list[str]:
         """Causes of every replica that failed so far, oldest first."""

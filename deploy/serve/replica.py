@@ -24,7 +24,7 @@ from deploy.config.application import ServeConfig
 from deploy.observability import logs
 from deploy.observability.ray_metrics import RayFrontMetrics
 from deploy.routing.arrivals import Arrivals, load_to_report, out_of_service
-from deploy.serve import early_imports
+from deploy.serve import early_imports, prestarted
 from deploy.serve.actors import ReplicaProcesses
 from deploy.serve.autoscaling import load_of
 from deploy.serve.front_silence import BEAT_S
@@ -41,7 +41,7 @@ from deploy.text.tokenizer import Tokenizer
 from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
 from workers.processes.failover import FailoverEngine, Neighbors
-from workers.protocol.captures import Waiting
+from workers.protocol.captures import FIRST_ENGINE, Waiting
 from workers.protocol.front import Engine, EngineFault
 from workers.rank.start_times import StartTimes
 
@@ -68,8 +68,6 @@ NOTE_KEPT_S = 5.0
 """Seconds that the last replica's fault stays noted once there is a new one."""
 NUMERIC = {"tensor_parallel", "invariant", "activations", "dtype", "kv_cache_dtype", "device"}
 """Settings of the engine that decide how it rounds, beside `cache_shards`, which the engine says (`ModelInfo`)."""
-FIRST_ENGINE: dict[str, Waiting] = {"auto": "auto", "all": None, "few": 0}
-"""Which graphs a replica's first engine captures before it serves, by `graphs_at_start`."""
 FRONT_DIED = "the replica's front died"
 
 
@@ -93,6 +91,12 @@ def import_what_answers() -> None:
     import deploy.serve.under_serve
 
     assert deploy.api.app
+
+
+def read_what_answers(config: ServeConfig) -> Tokenizer | None:
+    """Import what makes answers, and read the tokenizer. As `read_tokenizer`."""
+    import_what_answers()
+    return read_tokenizer(config)
 
 
 def sampling_defaults(config: ServeConfig) -> SamplingDefaults:
@@ -172,13 +176,14 @@ class EngineReplica:
         self._beating: asyncio.Task[None] | None = None
         self._serving = False
         self._forgetting: asyncio.TimerHandle | None = None
-        self._keeper = WeightKeeper() if config.engine.keep_weights and config.health.patience_s > 0 else None
+        self._keeper = WeightKeeper() if config.keeps_weights else None
         keeper = self._keeper.path if self._keeper is not None else lambda: None
         self._new_processes = partial(self.processes_class, config, group, labels, keeper)
         self._standby: Standby | None = None
         self._restart = ""
         self._start_s: dict[str, float] = {}
-        self.processes = self._new_processes(early=early_imports.waiting())
+        self._ahead_s: dict[str, float] = {}
+        self.processes = self._new_processes(early=early_imports.waiting(), ahead=prestarted.folder())
         try:
             self.engine = await self._bring_up()
         except Exception as error:
@@ -214,7 +219,7 @@ class EngineReplica:
             self.neighbor_store.open(self.engine, self.watchdog)
         # Until proxies know this replica, the end of the one before it is still what there is to say.
         self._forgetting = asyncio.get_running_loop().call_later(NOTE_KEPT_S, note_fault, None)
-        self.status_store.serving(self._start_s)
+        self.status_store.serving(self._start_s, self._ahead_s)
         self._standby.begin()
         placements = [f"{placement.ip} device {placement.device}" for placement in self.processes.placements]
         logger.info("serving", extra={logs.FIELDS: {"ranks": placements}})
@@ -223,12 +228,22 @@ class EngineReplica:
         config = self.config
         self.status_store.say(f"starting {config.engine.mesh().world.size} ranks of {config.model_name}")
         times = StartTimes()
-        client = await self._start_processes()
+        # Where ranks started ahead, nothing that they need is held up by it; elsewhere they import first.
+        reading = (
+            asyncio.ensure_future(asyncio.to_thread(read_what_answers, config)) if self.processes.asks_ahead else None
+        )
+        try:
+            client = await self._start_processes()
+        except BaseException:
+            if reading is not None:
+                reading.cancel()
+            raise
         times.end(PROCESSES)
+        if self.processes.not_ahead:
+            self.status_store.say(f"ranks that started ahead of Ray are not used: {self.processes.not_ahead}")
         if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
             self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
-        await asyncio.to_thread(import_what_answers)
-        self.tokenizer = await asyncio.to_thread(read_tokenizer, config)
+        self.tokenizer = await (reading or asyncio.to_thread(read_what_answers, config))
         if why := why_no_chat(self.tokenizer, config.engine.folder, config.api.chat_template):
             self.status_store.say(why)
         self.sampling_defaults = sampling_defaults(config)
@@ -240,7 +255,10 @@ class EngineReplica:
         await client.health_check()
         times.end(FIRST_STEP)
         self.status_store.say(f"the replica started in {times}")
-        self._start_s = of_replica(times.parts, client.start_s)
+        if self.processes.ahead:
+            self._start_s, self._ahead_s = times.parts, client.start_s
+        else:
+            self._start_s = of_replica(times.parts, client.start_s)
         neighbors: Neighbors = tuple if self.neighbor_store is None else self.neighbor_store.neighbors
         engine = FailoverEngine(client, self._start_again, config.health.patience_s, neighbors=neighbors)
         engine.on_loss.append(self._lost)

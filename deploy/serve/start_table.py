@@ -41,12 +41,17 @@ def of_application(
     return {**command, FRONT: front, **replica, ENTRANCE: max(waited_s - front - sum(replica.values()), 0.0)}
 
 
-def lines_of(parts: Mapping[str, float]) -> list[str]:
-    """Return the table: a line with the sum, then one per part that is not too short to be seen."""
+def lines_of(parts: Mapping[str, float], ahead: Mapping[str, float] | None = None) -> list[str]:
+    """Return the table: a line with the sum, then one per part that is not too short to be seen. `ahead`: parts of rank
+    0 that ran beside those, as it started ahead of Ray; a line of their own."""
     shown = {part: seconds for part, seconds in parts.items() if seconds >= SHOWN_S}
     width = max(map(len, shown), default=0)
     head = f"the first answer was possible {sum(parts.values()):.1f} s after the command:"
-    return [head, *(f"    {part:<{width}} {seconds:6.1f} s" for part, seconds in shown.items())]
+    lines = [head, *(f"    {part:<{width}} {seconds:6.1f} s" for part, seconds in shown.items())]
+    if ahead:
+        beside = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in ahead.items() if seconds >= SHOWN_S)
+        lines.append(f"beside them, in rank 0, which started ahead of Ray, {sum(ahead.values()):.1f} s: {beside}")
+    return lines
 
 
 def process_age_s() -> float:

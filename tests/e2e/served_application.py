@@ -39,6 +39,7 @@ class Server:
         }
         environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "OMP_NUM_THREADS": "1"}
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(16)  # not the user's own
+        environment |= {"LATENTSERVE_PRESTARTED_RANKS": "0"}  # as on a machine with few cores, whatever this one is
         self.lines: list[str] = []
         self._begun = time.monotonic()
         self.process = subprocess.Popen(

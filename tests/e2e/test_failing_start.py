@@ -44,7 +44,9 @@ def test_more_gpus_than_there_are(launch, tmp_path: Path) -> None:
     assert "--tensor-parallel" in error
 
 
-def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", ["0", pytest.param("1", marks=pytest.mark.soak)])
+def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path, ahead: str) -> None:
+    """Ranks that start ahead of Ray and fail change nothing in what is said in the end."""
     folder = tmp_path / "spoilt"
     shutil.copytree(DEMO_MODEL, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -52,7 +54,8 @@ def test_a_model_that_cannot_be_loaded_is_tried_once(launch, tmp_path: Path) -> 
     del tensors[cause]
     save_file(tensors, folder / "model.safetensors")
     engine = {"model": str(folder), "tensor_parallel": 2, "device": "cpu"}
-    server: Server = launch({"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}, CODE)
+    switched = f"import os\nos.environ['LATENTSERVE_PRESTARTED_RANKS'] = '{ahead}'\n{CODE}"
+    server: Server = launch({"engine": engine, "port": 0, "ingress": "direct", "dashboard": False}, switched)
     pids: set[int] = set()
     folders: set[Path] = set()
     while server.process.poll() is None:

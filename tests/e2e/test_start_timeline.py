@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_it_shows_every_process_and_who_imports_what(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ahead", "ranks"), [("0", "ray::WorkerActor"), ("1", "python deploy")])
+def test_it_shows_every_process_and_who_imports_what(tmp_path: Path, ahead: str, ranks: str) -> None:
+    """Also of ranks that start ahead of Ray."""
     found = tmp_path / "starts.json"
     command = [
         sys.executable,
@@ -27,9 +29,8 @@ def test_it_shows_every_process_and_who_imports_what(tmp_path: Path) -> None:
         "--device",
         "cpu",
     ]
-    ran = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LATENTSERVE_PRESTARTED_RANKS": ahead}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     last = ran.stdout.splitlines()[-1]
     assert re.fullmatch(r"first token after [\d.]+ s; [\d.]+ s of processor time in \d+ processes", last)
@@ -42,6 +43,7 @@ def test_it_shows_every_process_and_who_imports_what(tmp_path: Path) -> None:
                 assert process["first"] <= one["begin"] + 0.1
                 assert one["begin"] + one["wall_s"] < start["token_s"]
                 assert 0 < one["cpu_s"] <= process["cpu_s"] + 0.1
-    assert importing["torch"] == {"ray::WorkerActor"}
+    assert importing["torch"] == {ranks}
+    assert ("python deploy.serve.prestarted_rank" in ran.stdout) is (ahead == "1")
     assert "ray::ServeController" in importing["ray.serve"]
     assert max(process["cpu_s"] for process in start["processes"]) < start["token_s"] * (os.cpu_count() or 1)

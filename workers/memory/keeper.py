@@ -4,6 +4,7 @@ here."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -11,12 +12,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from typing_extensions import override
+
 from workers.memory import keeper_process
-from workers.memory.keeper_process import Message, receive, send
+from workers.memory.keeper_process import Kept, Message, receive, send
 
 _FOLDER: Final = "latentserve-weights-"
 _SOCKET: Final = "keeper"
@@ -151,6 +155,42 @@ class KeeperClient:
             keeper_process.close_all(found)
             raise ConnectionError(f"the weight keeper at {self._path} says: {answer['error']}")
         return answer, found
+
+
+class LaterKeeper(KeeperClient):
+    """Takes the place of a weight keeper that is not there yet: what a rank gives it stays in this process, until all
+    of that is handed to one. Threads may use it side by side."""
+
+    def __init__(self) -> None:
+        """It has nothing."""
+        super().__init__(Path())
+        self._kept: Kept | None = Kept()
+        self._there, self._lock = False, threading.Lock()
+
+    def hand_over(self, path: Path | None) -> None:
+        """Give all of it to the weight keeper at `path`, and talk to that one from now on. OSError where it does not
+        answer: then nothing is kept any more, nor where `path` is None."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+            assert kept is not None, "this is done once"
+            try:
+                if path is not None:
+                    self._path, self._there = path, True
+                    for message, descriptors in kept.all():
+                        super()._talk(message, descriptors)
+            finally:
+                kept.close()
+
+    @override
+    def _talk(self, message: Message, descriptors: Sequence[int] = ()) -> tuple[Message, list[int]]:
+        with self._lock:
+            if self._kept is None:
+                if not self._there:
+                    raise ConnectionError("there is no weight keeper")
+                return super()._talk(message, descriptors)
+            said: Message = json.loads(json.dumps(message))  # as another process has it
+            answer, found = self._kept.answer(said, [os.dup(each) for each in descriptors])
+            return answer, [os.dup(each) for each in found]
 
 
 def cache_slot(rank: int) -> str:

@@ -23,6 +23,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 _HEAD: Final = struct.Struct("<QI")
@@ -122,6 +123,20 @@ class Kept:
         if kind == "recall":
             return {"value": self._facts.get(message["key"])}, []
         return {"error": f"unknown kind {kind!r}"}, []
+
+    def all(self) -> Iterator[tuple[Message, list[int]]]:
+        """Yield, for each thing that is kept, the message that has another one keep the same, with its descriptors,
+        which stay open here."""
+        for slot, (what, descriptors) in self._slots.items():
+            yield {"kind": "keep", "slot": slot, "what": what}, descriptors
+        for key, value in self._facts.items():
+            yield {"kind": "note", "key": key, "value": value}, []
+
+    def close(self) -> None:
+        """Let everything go."""
+        for slot in list(self._slots):
+            self._forget(slot)
+        self._facts.clear()
 
     def _forget(self, slot: str) -> None:
         close_all(self._slots.pop(slot, ({}, []))[1])

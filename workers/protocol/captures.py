@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
@@ -11,6 +12,8 @@ from workers.protocol.report import StepTime
 Waiting: TypeAlias = "int | Literal['auto'] | None"
 """Which graphs an engine captures before it serves. A number: the first portion, as so many rows wait for it. None:
 all. auto: the first portion where all were proven on this device before (`workers.rank.proven_before`), else all."""
+FIRST_ENGINE: Final[Mapping[str, Waiting]] = {"auto": "auto", "all": None, "few": 0}
+"""Which graphs a replica's first engine captures before it serves, by `graphs_at_start`."""
 
 
 class CapturePortion(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -33,6 +33,7 @@ from workers.fit.cache_budget import (
 from workers.fit.standby import fewest_pages, standby_bytes
 from workers.grammar.compiler import Compiler
 from workers.grammar.rows import ConstrainedRows
+from workers.memory.keeper import KeeperClient
 from workers.models.model import Model
 from workers.models.selecting import pages_to_select
 from workers.parallel.group import Group
@@ -85,7 +86,7 @@ class Rank:
         on_grammar_progress: Callable[[int, float], None] = lambda grammar_id, seconds: None,
         on_moved: Callable[[Moved | DiskMoved], None] = lambda moved: None,
         on_tier_news: Callable[[Pinned | Fault], None] = lambda news: None,
-        keeper: Path | None = None,
+        keeper: Path | KeeperClient | None = None,
         waiting: Waiting = None,
         times: StartTimes | None = None,
         role: Role = "alone",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import logging
-import threading
 import time
 import traceback
 from collections import deque
@@ -13,19 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
-from workers.channel.heartbeats import HeartbeatThread
-from workers.channel.sockets import Addresses, Receiver, Sender, connect_receiver, connect_sender, last_words_have_left
+from workers.channel.sockets import Addresses, Receiver, Sender, last_words_have_left
 from workers.config import EngineConfig
 from workers.environment import check_environment
 from workers.grammar.compiler import Compiler
+from workers.memory.keeper import KeeperClient
 from workers.parallel.group import Group, PeerLost
 from workers.protocol.captures import CapturePortion, Waiting
-from workers.protocol.grammar import CompileGrammar, ForgetGrammar, GrammarProgress, GrammarReady
-from workers.protocol.messages import Fault, Progress, Ready, Shutdown, TakeOver, ToWorker
-from workers.protocol.tiers import DiskMoved, DiskMoves, Moved, Moves, Pinned
+from workers.protocol.grammar import CompileGrammar, ForgetGrammar
+from workers.protocol.messages import Fault, Progress, Ready, Shutdown, TakeOver
+from workers.protocol.tiers import DiskMoves, Moves
 from workers.rank.captures import CaptureFailedError, Captures, SelfTestFailedError
 from workers.rank.device import passed_over, pick_device
+from workers.rank.link import Link
 from workers.rank.rank import Rank
 from workers.rank.role import Role
 from workers.rank.runner import Launched, Runner
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT_S = 120.0
 _SPEAK = (ValueError, RuntimeError, MemoryError)
 """Errors of a start whose text is for the user, who asked for what cannot be had; all others are defects."""
+LIBRARIES = "libraries"
+"""Part of the start of a rank that began before its scheduler."""
 CLOSING_LIMIT_S = 10.0
 """Seconds for graphs and group to close; whoever ends a replica in order waits longer (`launch.SHUTDOWN_TIMEOUT_S`)."""
 
@@ -100,46 +103,6 @@ def _serve(
                 results.send(result)
 
 
-class _News:
-    """Tells the scheduler what other threads find: which grammars are ready, how long others have been worked on, and
-    which pages are copied."""
-
-    def __init__(self, addresses: Addresses) -> None:
-        self._addresses, self._lock = addresses, threading.Lock()
-        self._sender: Sender | None = None
-        self._closed = False
-
-    def __call__(self, grammar_id: int, error: str) -> None:
-        self._send(GrammarReady(grammar_id, error))
-
-    def progress(self, grammar_id: int, seconds: float) -> None:
-        """Tell how long a grammar has been worked on."""
-        self._send(GrammarProgress(grammar_id, seconds))
-
-    def moved(self, message: Moved | DiskMoved) -> None:
-        """Pages are copied."""
-        self._send(message)
-
-    def of_tiers(self, message: Pinned | Fault) -> None:
-        """Host memory is pinned, or a thread that copies pages has failed."""
-        self._send(message)
-
-    def _send(self, message: GrammarReady | GrammarProgress | Moved | DiskMoved | Pinned | Fault) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            if self._sender is None:
-                self._sender = connect_sender(self._addresses.results, self._addresses.keys)
-            self._sender.send(message)
-
-    def close(self) -> None:
-        """Tell no more."""
-        with self._lock:
-            self._closed = True
-            if self._sender is not None:
-                self._sender.close(linger_ms=0)
-
-
 def _forget_frames(error: BaseException) -> None:
     """Clear the frames that `error`, and all that led to it, went through."""
     seen: set[int] = set()
@@ -195,20 +158,28 @@ def run_worker(
     weights, given to all ranks or to none; one on whose node there is no such socket finds nothing kept. `waiting`
     and `role`: see `Rank`.
     """
-    results = connect_sender(addresses.results, addresses.keys)
-    plans = connect_receiver(addresses.plans[rank], ToWorker, addresses.keys)
-    news = _News(addresses)
-    heartbeat = HeartbeatThread(addresses, rank, silence_s=2 * config.heartbeat_timeout_s)
+    link = Link(config, rank)
+    link.connect(addresses)
+    run_linked(config, rank, link, rendezvous, device_index, keeper, waiting, role)
+
+
+def run_linked(
+    config: EngineConfig,
+    rank: int,
+    link: Link,
+    rendezvous: str,
+    device_index: int | None = None,
+    keeper: Path | KeeperClient | None = None,
+    waiting: Waiting = None,
+    role: Role = "alone",
+    libraries_s: float | None = None,
+) -> None:
+    """`run_worker` of a rank that others may connect to its scheduler later: it loads, captures and proves, and waits
+    for that before it says that it is ready. One that fails before anybody has promised to connect it raises the
+    cause, which nobody else hears. `libraries_s`: seconds of its imports, which become a part of its start."""
     device: torch.device | None = None
     runner: Runner | None = None
     loading = serving = False
-
-    def hang_up() -> None:
-        heartbeat.close()
-        news.close()
-        results.close()
-        plans.close()
-
     try:
         check_environment()
         torch.set_num_threads(1)
@@ -218,7 +189,7 @@ def run_worker(
         begin = time.perf_counter()
 
         def progress(text: str) -> None:
-            results.send(Progress(rank, f"[{time.perf_counter() - begin:5.1f} s] {text}"))
+            link.send(Progress(rank, f"[{time.perf_counter() - begin:5.1f} s] {text}"))
 
         if note := passed_over(config, device):
             progress(note)
@@ -229,25 +200,30 @@ def run_worker(
         group = share_out(config, group, device, COLLECTIVE_TIMEOUT_S, progress, standby=role != "alone")
         if config.cache_shards == "auto":
             times.end("choice of shards")
-        heard = results.send, news, news.progress, news.moved, news.of_tiers
+        news = link.news
+        heard = link.send, news, news.progress, news.moved, news.of_tiers
         built = Rank(config, group, device, progress, *heard, keeper, waiting, times, role)
         loading = False
         runner = built.runner
         # The model, its graphs and segments stay: no step is to wait while they are searched for garbage.
         gc.collect()
         gc.freeze()
-        if mesh.world.first:
-            heartbeat.figures = runner.stats.figures
         # Streams that wait go on, and most have no grammar.
         if built.grammars is not None and waiting in (None, 0, "auto"):
             built.grammars.finish_preparing()
-        results.send(built.ready)
+        link.wait()
+        if mesh.world.first:
+            link.heartbeat.figures = runner.stats.figures
+        ready = built.ready
+        if libraries_s is not None:
+            ready = replace(ready, start_s={LIBRARIES: libraries_s, **ready.start_s})
+        link.send(ready)
         if built.disk is not None and mesh.world.first:
             for found in built.disk.found():
-                results.send(found)
+                link.send(found)
         serving = True
         helpers = built.grammars, built.mover, built.disk, built.captures, built.take_over
-        _serve(runner, plans, results, *helpers, samples=mesh.heads.first)
+        _serve(runner, link.plans, link.results, *helpers, samples=mesh.heads.first)
         if built.disk is not None:
             built.disk.close()
         if built.mover is not None:
@@ -259,10 +235,11 @@ def run_worker(
         speaks = (loading or of_graphs) and isinstance(error, _SPEAK) and str(error)
         cause = str(error) if speaks else f"{type(error).__name__}: {error}"
         lasting, in_step = (loading or of_graphs) and not lost, serving and not lost and not of_graphs
-        results.send(Fault(f"rank {rank}: {cause}", rank, lost, lasting, in_step))
-        hang_up()
-        last_words_have_left()  # before anything that could end this process
+        link.send(Fault(f"rank {rank}: {cause}", rank, lost, lasting, in_step))
+        if link.fail():
+            link.hang_up()
+            last_words_have_left()  # before anything that could end this process
         _close(rank, runner, device, error)
         raise
-    hang_up()
+    link.hang_up()
     _close(rank, runner, device)

@@ -44,17 +44,18 @@ class KeptWeights:
 
     def __init__(
         self,
-        keeper: Path,
+        keeper: Path | KeeperClient,
         group: Group,
         device: torch.device,
         progress: Callable[[str], None] | None = None,
         *,
         required: bool = False,
     ) -> None:
-        """`keeper`: see `WeightKeeper.path`. `progress` gets a line of what was adopted, refused or handed over.
-        `required`: nothing may be loaded, as an engine serves with the weights that are kept, and they are not to be
-        there twice."""
-        self.client, self.required = KeeperClient(keeper), required
+        """`keeper`: see `WeightKeeper.path`, or who talks to it. `progress` gets a line of what was adopted, refused or
+        handed over. `required`: nothing may be loaded, as an engine serves with the weights that are kept, and they are
+        not to be there twice."""
+        self.client = keeper if isinstance(keeper, KeeperClient) else KeeperClient(keeper)
+        self.required = required
         self.group, self.device = group, device
         self.tell = progress or (lambda line: None)
         self.fingerprints: list[str] = []

@@ -15,7 +15,7 @@ import ray
 from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 
 from deploy.config.application import ServeConfig
-from deploy.serve import app, early_imports
+from deploy.serve import app, early_imports, prestarted
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,6 +41,7 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPat
     def start(*given: Any) -> None:
         raise Started(given[-1])
 
+    monkeypatch.setenv(prestarted.SWITCH, "0")  # those ranks would import everything themselves
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
     monkeypatch.setattr(app, "RayConnection", start)
     for cores, early in ((2, False), (1000, True)):

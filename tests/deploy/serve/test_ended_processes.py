@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.serve.actors import ReplicaProcesses, runs
+from deploy.serve.actors import ReplicaProcesses
+from deploy.serve.ended_processes import runs
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 ITS_MAIN_THREAD_ENDS = f"""

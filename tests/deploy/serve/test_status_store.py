@@ -48,13 +48,15 @@ def test_the_start_that_counts_is_that_of_the_replica_that_was_there_last(monkey
     for name, began, start_s in (("a", 10.0, {"weights": 9.0}), ("b", 12.0, {"weights": 3.0, "first step": 1.0})):
         made = StatusStore("app", name)
         made.report.started = began
-        made.serving(start_s)
+        made.serving(start_s, {"libraries": 1.0})
     StatusStore("app", "c").say("starting")
     deadline = time.monotonic() + 60
     while sum(bool(report.start_s) for report in reports("app")) < 2 or len(reports("app")) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert reader.last_start() == (10.0, {"weights": 9.0})
+    last = reader.last_start()
+    assert last is not None
+    assert (last.started, last.start_s, last.ahead_s) == (10.0, {"weights": 9.0}, {"libraries": 1.0})
     assert [report.lines for report in reports("app")] == [["serving"], ["serving"], ["starting"]]
 
 

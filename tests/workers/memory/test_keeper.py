@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from workers.memory import keeper
-from workers.memory.keeper import KeeperClient, WeightKeeper
+from workers.memory.keeper import KeeperClient, LaterKeeper, WeightKeeper
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_one_that_does_not_end_at_once_keeps_nobody_waiting(
 
 STARTER = """
 import os, sys, time
-from workers.memory.keeper import KeeperClient, WeightKeeper
+from workers.memory.keeper import KeeperClient, LaterKeeper, WeightKeeper
 kept = WeightKeeper()
 file = os.memfd_create("weights")
 KeeperClient(kept.path()).keep("rank 0", {"fingerprint": "a"}, [file])
@@ -222,3 +222,44 @@ def test_it_imports_nothing_but_the_standard_library(kept: WeightKeeper) -> None
     loaded = {Path(each.path).name for each in process.memory_maps()}
     assert not any(name.startswith(("libtorch", "libcuda", "_multiarray", "libc10")) for name in loaded)
     assert process.memory_info().rss < 40 << 20
+
+
+def test_what_came_before_there_was_a_keeper_is_handed_to_it(kept: WeightKeeper) -> None:
+    before = held_by(os.getpid())
+    early = LaterKeeper()
+    descriptor = file_with(b"weights")
+    early.keep("rank 0", {"fingerprint": "a", "size": 7, "list": (1,)}, [descriptor])
+    early.keep("rank 0, cache", {"fingerprint": "b", "size": 7}, [descriptor])
+    os.close(descriptor)
+    early.note("proof", {"passed": True})
+    early.forget("rank 0, cache")
+    found = early.ask("rank 0", "a")
+    assert found is not None
+    assert found[0] == {"fingerprint": "a", "size": 7, "list": [1]}  # as a keeper gives it
+    assert contents(found[1]) == [b"weights"]
+    assert early.recall("proof") == {"passed": True}
+    assert early.slots() == {"rank 0"}
+
+    early.hand_over(kept.path())
+    assert held_by(os.getpid()) == before
+    early.note("later", 1)
+    others = KeeperClient(kept.path())
+    assert (others.slots(), others.recall("proof"), others.recall("later")) == ({"rank 0"}, {"passed": True}, 1)
+    found = others.ask("rank 0", "a")
+    assert found is not None
+    assert contents(found[1]) == [b"weights"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_a_keeper_nothing_stays(short_folder: Path, there: bool) -> None:
+    """Where none could be started, or the one that was has ended."""
+    before = held_by(os.getpid())
+    early = LaterKeeper()
+    descriptor = file_with(b"weights")
+    early.keep("rank 0", {"fingerprint": "a", "size": 7}, [descriptor])
+    os.close(descriptor)
+    with pytest.raises(OSError, match="No such file") if there else contextlib.nullcontext():
+        early.hand_over(short_folder / "keeper" if there else None)
+    assert held_by(os.getpid()) == before
+    with pytest.raises(OSError, match="No such file" if there else "there is no weight keeper"):
+        early.note("later", 1)

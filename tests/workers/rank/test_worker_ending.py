@@ -30,7 +30,7 @@ from workers.processes.launch import _worker_main
 from workers.protocol.captures import CapturePortion
 from workers.protocol.messages import Fault, FromWorker, Ready, Shutdown, ToScheduler
 from workers.protocol.plan import StepPlan
-from workers.rank import worker_process
+from workers.rank import link, worker_process
 from workers.rank.captures import CaptureFailedError, Captures
 from workers.rank.worker_process import run_worker
 
@@ -41,8 +41,9 @@ CONFIG = EngineConfig(model="demo", tensor_parallel=2, device="cpu")
 def world(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """All that `run_worker` uses; its calls are recorded in their order."""
     world = Mock()
-    names = ("connect_sender", "connect_receiver", "HeartbeatThread", "check_environment", "pick_device")
-    for name in (*names, "Group", "Rank", "last_words_have_left"):
+    for name in ("connect_sender", "connect_receiver", "HeartbeatThread"):
+        monkeypatch.setattr(link, name, getattr(world, name))
+    for name in ("check_environment", "pick_device", "Group", "Rank", "last_words_have_left"):
         monkeypatch.setattr(worker_process, name, getattr(world, name))
     world.pick_device.return_value = world.Rank.return_value.runner.device = torch.device("cpu")
     world.connect_receiver.return_value.receive.return_value = StepPlan(1, 2, 1, (0,))
