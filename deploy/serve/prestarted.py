@@ -54,7 +54,8 @@ ANSWER_S: Final = 20.0
 ENDED_S: Final = 30.0
 """Seconds in which a rank that was killed gives back its memory: the driver needs some for a full GPU."""
 RAYS_NICE: Final = 15
-"""What Ray adds to the nice value of its workers, of which the ranks' actors are."""
+"""What Ray adds to the nice value of its workers, of which the ranks' actors are, where NICENESS says nothing else."""
+NICENESS: Final = "RAY_worker_niceness"
 CLOSED_S: Final = 5.0
 """Seconds for which the command waits for the end of ranks that it killed."""
 _LIST: Final = "ranks.json"
@@ -129,7 +130,7 @@ class PrestartedRanks:
         self._processes.append(process)
         sessions.add(process.pid)
         with suppress(OSError, ValueError):  # where cores are few, Ray goes first
-            more = int(os.environ.get("RAY_worker_niceness", RAYS_NICE))
+            more = int(os.environ.get(NICENESS, RAYS_NICE))
             os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + more, 19))
         _tell(process, json.dumps(begin).encode() + b"\n")
         Thread(target=process.wait, name="reap-rank", daemon=True).start()
