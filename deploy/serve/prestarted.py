@@ -55,6 +55,7 @@ ANSWER_S: Final = 20.0
 """Seconds within which a rank answers: it may be in the middle of an import."""
 ENDED_S: Final = 30.0
 """Seconds in which a rank that was killed gives back its memory: the driver needs some for a full GPU."""
+NICENESS: Final = "RAY_worker_niceness"
 RAYS_NICE: Final = 15
 """What Ray adds to the nice value of its workers, of which the ranks' actors are."""
 CLOSED_S: Final = 5.0
@@ -131,7 +132,7 @@ class PrestartedRanks:
         self._processes.append(process)
         sessions.add(process.pid)
         with suppress(OSError, ValueError):  # where cores are few, Ray goes first
-            more = int(os.environ.get("RAY_worker_niceness", RAYS_NICE))  # noqa: SIM112 - Ray's own name
+            more = int(os.environ.get(NICENESS, RAYS_NICE))
             os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + more, 19))
         _tell(process, json.dumps(begin).encode() + b"\n")
         Thread(target=process.wait, name="reap-rank", daemon=True).start()
