@@ -45,7 +45,7 @@ logger = logging.getLogger("latentserve.prestarted")
 SWITCH: Final = "LATENTSERVE_PRESTARTED_RANKS"
 """Environment variable: 0 has no rank start ahead of Ray, 1 has them do so, on GPUs, too, and on however few cores."""
 ON_GPUS: Final = False
-"""Whether ranks on GPUs start ahead of Ray where `SWITCH` does not say: not before it has been tried and timed there."""
+"""Whether ranks on GPUs start ahead of Ray where `SWITCH` does not say: not before it has been timed there."""
 FOLDER: Final = "LATENTSERVE_PRESTARTED_RANKS_IN"
 """Environment variable of all processes of a Ray with such ranks: the folder of their sockets, their user's alone."""
 MODULE: Final = "deploy.serve.prestarted_rank"
@@ -55,9 +55,9 @@ ANSWER_S: Final = 20.0
 """Seconds within which a rank answers: it may be in the middle of an import."""
 ENDED_S: Final = 30.0
 """Seconds in which a rank that was killed gives back its memory: the driver needs some for a full GPU."""
-NICENESS: Final = "RAY_worker_niceness"
 RAYS_NICE: Final = 15
-"""What Ray adds to the nice value of its workers, of which the ranks' actors are."""
+"""What Ray adds to the nice value of its workers, of which the ranks' actors are, where NICENESS says nothing else."""
+NICENESS: Final = "RAY_worker_niceness"
 CLOSED_S: Final = 5.0
 """Seconds for which the command waits for the end of ranks that it killed."""
 _LIST: Final = "ranks.json"
