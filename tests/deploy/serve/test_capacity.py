@@ -218,7 +218,8 @@ def joined(monkeypatch: pytest.MonkeyPatch):
         )
         monkeypatch.setattr("ray.get", lambda result: result)
         monkeypatch.setattr("ray.nodes", lambda: found)
-        monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: node))
+        context = SimpleNamespace(get_node_id=lambda: node, gcs_address="127.0.0.1:6379")
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
         return connection.RayConnection(config(ray_address="auto"), lambda line: None)
 
     return on

@@ -59,7 +59,7 @@ async def test_the_start_says_that_chats_are_refused(
         engine=None,
         config=ServeConfig.model_validate({"engine": {"model": str(tmp_path)}, "api": {"chat_template": template}}),
         status_store=SimpleNamespace(say=said.append),
-        processes=SimpleNamespace(start=start, placements=[], run=lambda *_: None),
+        processes=SimpleNamespace(start=start, placements=[], run=lambda *_: None, asks_ahead=False, not_ahead=""),
     )
     made._start_processes = partial(replica.EngineReplica._start_processes, made)
     with pytest.raises(Stop):
