@@ -32,6 +32,8 @@ DASHBOARD_NICE: Final = 10
 """Added to the nice value of the dashboard's processes: where cores are few, a start and what serves go first."""
 ATTEMPTS: Final = 3
 """Starts of a node that does not come up. By the second one the system has its agents' files in memory."""
+_LATE: Final = ("Timed out waiting for file", "Failed to start GCS")
+"""Beginnings of the RuntimeErrors by which Ray tells that its head did not tell its port, or did not answer."""
 
 
 @contextmanager
@@ -91,10 +93,7 @@ def patient(init: Callable[..., object], forget: Callable[[], bool], say: Callab
                 init(**settings)
                 return
             except Exception as error:
-                from ray.exceptions import RayError
-
-                # A node that does not come up is a plain Exception; others of Python's own are defects.
-                if type(error) is not Exception and not isinstance(error, ConnectionError | RayError):
+                if not _did_not_come_up(error):
                     raise
                 cause = first_line(error)
                 if left and forget():
@@ -107,6 +106,15 @@ def patient(init: Callable[..., object], forget: Callable[[], bool], say: Callab
                 ) from error
 
     return start
+
+
+def _did_not_come_up(error: Exception) -> bool:
+    """Whether Ray tells by this of a node that did not come up: of most by a plain Exception. Other errors of Python's
+    own are defects, or settings that Ray does not know."""
+    from ray.exceptions import RayError
+
+    late = isinstance(error, RuntimeError) and str(error).startswith(_LATE)
+    return late or type(error) is Exception or isinstance(error, ConnectionError | RayError)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from workers.step.parts import StepParts
 
 NOBODY = -1
 _SHORT = 16
-"""Tokens of the shortest chunk: fewer take no other kernels."""
+"""Tokens of the shortest chunk: fewer take no other kernels, but in invariant mode (`decode_batch_plans`)."""
 
 
 def warm_up_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
@@ -54,7 +54,7 @@ def decode_batch_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
     """Plans of a short chunk beside every power of two of decode rows, beside the most whose products are streamed, and
     the fewest whose pieces are merged by themselves, at every width: how attention deals them out and merges them is
     compiled in. In invariant mode, to whose attention they are decode rows, too, of as many chunks, alone and beside
-    one that fills the step."""
+    one that fills the step, and of short chunks that are cut into more rows than there are slots."""
     slots, drafts = parts.state.slots, parts.width - 1
     heads = parts.model.segments.heads
     for width in parts.widths:
@@ -69,6 +69,9 @@ def decode_batch_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:
         if rows < slots:
             filling = _chunks(budget - rows, 0, _longest(parts), slots - rows)
             yield _plan(1, drafts, (), (*_single(rows, 0), *filling))
+    for tokens in _doubled(1, min(_SHORT, budget)):
+        if tokens > slots:
+            yield _plan(1, drafts, (), _chunks(tokens, 0, _longest(parts), slots))
 
 
 def scoring_plans(parts: StepParts, budget: int) -> Iterator[StepPlan]:

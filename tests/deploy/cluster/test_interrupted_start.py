@@ -75,7 +75,10 @@ TIMED_OUT = (
         (Exception(TIMED_OUT), f"Ray does not start on this machine: {TIMED_OUT} If the machine is busy "),
         (ConnectionError("Could not read 'session_name' from GCS."), "Ray does not start on this machine: Could not "),
         (ray.exceptions.RpcError("Deadline Exceeded\nin C++", 4), "Ray does not start on this machine: Deadline Exc"),
+        (RuntimeError("Timed out waiting for file /tmp/port"), "Ray does not start on this machine: Timed out wait"),
+        (RuntimeError("Failed to start GCS.  Last 0 lines:\n\n."), "Ray does not start on this machine: Failed to sta"),
         (TypeError("a defect"), ""),
+        (RuntimeError("a defect"), ""),
     ],
 )
 def test_a_ray_that_does_not_come_up_in_time_is_one_line(
@@ -92,7 +95,7 @@ def test_a_ray_that_does_not_come_up_in_time_is_one_line(
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = ServeConfig.model_validate({"engine": {"model": "demo"}})
-    with pytest.raises(EnvironmentProblem if line else TypeError) as raised:
+    with pytest.raises(EnvironmentProblem if line else type(error)) as raised:
         RayConnection(config, said.append)
     assert str(raised.value).startswith(line or "a defect")
     assert "\n" not in str(raised.value)

@@ -334,6 +334,19 @@ def test_published_heads_compile_nothing_late(
     assert late(Start(monkeypatch, config), 300, seed=3) == []
 
 
+def test_chunks_of_few_tokens_compile_nothing_late_where_one_row_is_served(
+    published: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In invariant mode a chunk is cut into rows, and how many there are decides how wide programs of the merge are."""
+    config = settings(published, 1, token_budget=32, max_rows=1, invariant=True)
+    start = Start(monkeypatch, config)
+    ahead = len(start.compiled())
+    runner = start.ready()
+    for count in range(1, 33):
+        runner.execute(StepPlan(count, 1, 0, (), (PrefillRow(0, 0, (0,) * count, 0, True),)))
+    assert start.variants[ahead:] == []
+
+
 @pytest.mark.parametrize(
     ("width", "activations"),
     [
