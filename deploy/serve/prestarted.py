@@ -45,7 +45,7 @@ logger = logging.getLogger("latentserve.prestarted")
 SWITCH: Final = "LATENTSERVE_PRESTARTED_RANKS"
 """Environment variable: 0 has no rank start ahead of Ray, 1 has them do so, on GPUs, too, and on however few cores."""
 ON_GPUS: Final = False
-"""Whether ranks on GPUs start ahead of Ray where `SWITCH` does not say: not before it has been tried and timed there."""
+"""Whether ranks on GPUs start ahead of Ray where `SWITCH` does not say: not before it was tried and timed there."""
 FOLDER: Final = "LATENTSERVE_PRESTARTED_RANKS_IN"
 """Environment variable of all processes of a Ray with such ranks: the folder of their sockets, their user's alone."""
 MODULE: Final = "deploy.serve.prestarted_rank"

@@ -432,7 +432,8 @@ def test_a_signal_at_the_very_end_of_a_start_ends_ray_too(monkeypatch: pytest.Mo
     done: list[str] = []
 
     class Ranks:
-        environment: dict[str, str] = {}
+        def __init__(self) -> None:
+            self.environment: dict[str, str] = {}
 
         def __len__(self) -> int:
             return 1
