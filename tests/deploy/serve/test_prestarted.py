@@ -27,7 +27,7 @@ from deploy.config.application import LogConfig, ServeConfig
 from deploy.serve import app, early_imports, prestarted
 from deploy.serve.ended_processes import runs
 from deploy.serve.prestarted import Claimed, NotClaimed, PrestartedRanks, claim
-from workers.channel.sockets import Addresses
+from workers.channel.sockets import Addresses, last_words_have_left
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
@@ -78,6 +78,7 @@ def schedule(config: EngineConfig, parent: Connection) -> None:
     parent.send(process.addresses)
     with suppress(EngineFailed):
         process.run()
+    last_words_have_left()  # a rank that is not told of the end would wait for it
 
 
 def stand(path: Path, addresses: Addresses, keeper: Path | None, output: int, outcome: Connection) -> None:
