@@ -42,6 +42,10 @@ class CleanupProcess:
         """Remember a session by the process that leads it."""
         self._tell(f"{leader}\n".encode())
 
+    def add_folder(self, folder: Path) -> None:
+        """Remember another folder that is to be removed."""
+        self._tell(os.fsencode(folder) + b"\n")
+
     def close(self) -> None:
         """End the cleanup process: there is nothing left to do."""
         self._tell(b"over\n")
@@ -72,10 +76,20 @@ def end(leaders: set[int], patience_s: float, limit_s: float) -> None:
     begin = time.monotonic()
     while leaders and (left := members(leaders)) and time.monotonic() < begin + limit_s:
         if time.monotonic() >= begin + patience_s:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(left)
         time.sleep(0.05)
+
+
+def kill(leaders: set[int]) -> None:
+    """Kill what is in the sessions, and do not wait."""
+    if leaders:
+        _kill(members(leaders))
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def remove(folder: Path) -> None:
@@ -88,10 +102,11 @@ def main() -> None:
     """Wait, then act."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    lines = sys.stdin.read().split()
+    lines = [os.fsdecode(line) for line in sys.stdin.buffer.read().split(b"\n") if line]
     if "over" not in lines:
-        end({int(line) for line in lines}, patience_s=1.0, limit_s=5.0)
-        remove(Path(sys.argv[1]))
+        end({int(line) for line in lines if line.isdecimal()}, patience_s=1.0, limit_s=5.0)
+        for folder in (sys.argv[1], *(line for line in lines if not line.isdecimal())):
+            remove(Path(folder))
 
 
 if __name__ == "__main__":

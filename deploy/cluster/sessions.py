@@ -57,6 +57,7 @@ class Sessions:
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._missing: list[subprocess.Popen[bytes]] = []
         self._others: set[int] = set()
+        self._folders: set[Path] = set()
         self._closing = self._broken = False
         self._folder: Path | None = None
         self._cleanup: CleanupProcess | None = None
@@ -67,10 +68,14 @@ class Sessions:
         self._folder, self._cleanup = folder, CleanupProcess(folder)
         for leader in self._others:
             self._cleanup.add(leader)
+        for each in self._folders:
+            self._cleanup.add_folder(each)
 
-    def add(self, leader: int) -> None:
-        """Have the session that this process leads end with Ray, though it is none of its daemons. Before `keep`."""
+    def add(self, leader: int, folder: Path) -> None:
+        """Have the session that this process leads be killed once Ray has ended, though it is none of its daemons, and
+        have its `folder` removed. Before `keep`. Its id must stay its own: nobody waits for it until `end`."""
         self._others.add(leader)
+        self._folders.add(folder)
 
     @contextmanager
     def of_their_own(self) -> Iterator[None]:
@@ -155,10 +160,14 @@ class Sessions:
         """Wait a moment for every process to end, kill those that have not, remove the folder."""
         with self._lock:
             self._closing = True
+            cleanup_process.kill(self._others)  # whoever could have told them to end has gone
             leaders = {daemon.pid for daemon in self._daemons} | self._others
             cleanup_process.end(leaders, LEAVE_S, LIMIT_S)
+            for each in self._folders:
+                cleanup_process.remove(each)
             self._daemons.clear()
             self._others.clear()
+            self._folders.clear()
             if self._folder is not None and self._cleanup is not None:
                 cleanup_process.remove(self._folder)
                 self._cleanup.close()

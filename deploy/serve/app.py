@@ -224,14 +224,11 @@ def launch(
             ahead = _begin_ranks(config, say, sessions)
     try:
         times.end("imports")
-        running = _bring_up(config, say, engine_class, sessions, times, ahead)
-        if ahead is not None:
-            ahead.served()
+        return _bring_up(config, say, engine_class, sessions, times, ahead)
     except BaseException:
         if ahead is not None:
             ahead.close()
         raise
-    return running
 
 
 def _begin_ranks(config: ServeConfig, say: Say, sessions: Sessions) -> prestarted.PrestartedRanks | None:
@@ -273,6 +270,8 @@ def _bring_up(
         handed_over = time.time()
         _wait(running, say)
         running.started(times.parts, handed_over)
+        if ahead is not None:
+            ahead.served()  # here: a signal that comes meanwhile ends Ray, too
     except BaseException:
         if there_before:
             connection.close()  # Serve keeps replicas whose successors fail

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -24,7 +25,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any, Final
 
 import msgspec
@@ -34,7 +34,7 @@ from deploy.cluster.sessions import Sessions
 from deploy.config.application import LogConfig, ServeConfig
 from deploy.serve import early_imports
 from deploy.serve.ended_processes import runs
-from workers.channel.ports import free_port, socket_folder
+from workers.channel.ports import free_ports, socket_folder
 from workers.channel.sockets import Addresses
 from workers.memory.keeper_process import receive, send
 from workers.protocol.captures import FIRST_ENGINE
@@ -45,7 +45,7 @@ logger = logging.getLogger("latentserve.prestarted")
 SWITCH: Final = "LATENTSERVE_PRESTARTED_RANKS"
 """Environment variable: 0 has no rank start ahead of Ray, 1 has them do so, on GPUs, too, and on however few cores."""
 ON_GPUS: Final = False
-"""Whether ranks on GPUs start ahead of Ray where `SWITCH` does not say: not before it has been timed there."""
+"""Whether ranks on GPUs start ahead of Ray where `SWITCH` does not say: not before it was tried and timed there."""
 FOLDER: Final = "LATENTSERVE_PRESTARTED_RANKS_IN"
 """Environment variable of all processes of a Ray with such ranks: the folder of their sockets, their user's alone."""
 MODULE: Final = "deploy.serve.prestarted_rank"
@@ -58,6 +58,11 @@ ENDED_S: Final = 30.0
 RAYS_NICE: Final = 15
 """What Ray adds to the nice value of its workers, of which the ranks' actors are, where NICENESS says nothing else."""
 NICENESS: Final = "RAY_worker_niceness"
+RAYS_OOM_SCORE: Final = 1000
+"""What Ray sets as the `oom_score_adj` of its workers. A rank with less would outlive all others of them where a node
+runs out of memory, though it has most of it."""
+RAYS_FILES: Final = 65536
+"""Files to which Ray raises the soft limit of this process, and so of its workers, where the hard one allows it."""
 CLOSED_S: Final = 5.0
 """Seconds for which the command waits for the end of ranks that it killed."""
 _LIST: Final = "ranks.json"
@@ -89,8 +94,8 @@ class PrestartedRanks:
         try:
             ranks = config.engine.mesh().world.size
             engines: list[list[_Member]] = []
-            for replica in range(config.least_replicas):
-                rendezvous = f"tcp://127.0.0.1:{free_port()}"
+            for replica, port in enumerate(free_ports("127.0.0.1", config.least_replicas)):
+                rendezvous = f"tcp://127.0.0.1:{port}"
                 engines.append([])
                 for rank in range(ranks):
                     device = replica * ranks + rank if config.gpus_per_rank else -1
@@ -110,6 +115,7 @@ class PrestartedRanks:
     def _start(self, path: Path, begin: dict[str, Any], sessions: Sessions) -> int:
         settings = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **PROCESS_ENVIRONMENT}
         settings["TOKENIZERS_PARALLELISM"] = "false"
+        settings["TMPDIR"] = str(self._folder)  # what it leaves, should it be killed, goes with the folder
         # It imports what this process would: its own folder is not looked through for modules.
         imports = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         said = os.memfd_create("what a prestarted rank says")  # until an actor has a log for it
@@ -129,13 +135,11 @@ class PrestartedRanks:
                 )
         finally:
             os.close(said)
+        # Nobody waits for it before `close`: until then its id names no other process, whose session would be ended.
         self._processes.append(process)
-        sessions.add(process.pid)
-        with suppress(OSError, ValueError):  # where cores are few, Ray goes first
-            more = int(os.environ.get(NICENESS, RAYS_NICE))
-            os.setpriority(os.PRIO_PROCESS, process.pid, min(os.getpriority(os.PRIO_PROCESS, 0) + more, 19))
+        sessions.add(process.pid, self._folder)
+        _let_be_as_rays(process.pid)
         _tell(process, json.dumps(begin).encode() + b"\n")
-        Thread(target=process.wait, name="reap-rank", daemon=True).start()
         return process.pid
 
     @property
@@ -180,6 +184,20 @@ def begin(config: ServeConfig, cores: int, gpus: int, sessions: Sessions) -> Pre
     except OSError as error:
         logger.warning("no rank starts ahead of Ray: %s", error)
         return None
+
+
+def _let_be_as_rays(pid: int) -> None:
+    """Give a process what Ray gives its workers, as far as this one may."""
+    with suppress(OSError, ValueError):  # where cores are few, Ray goes first
+        more = int(os.environ.get(NICENESS, RAYS_NICE))
+        os.setpriority(os.PRIO_PROCESS, pid, min(os.getpriority(os.PRIO_PROCESS, 0) + more, 19))
+    with suppress(OSError, ValueError):
+        score = int(os.environ.get("RAY_worker_oom_score_adjustment", RAYS_OOM_SCORE))  # noqa: SIM112 - Ray's own name
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(min(max(score, 0), 1000)))
+    with suppress(OSError, ValueError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(soft, min(hard, RAYS_FILES)), hard))
 
 
 def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:

@@ -8,6 +8,7 @@ rank ends with that connection, too.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -109,7 +110,9 @@ class PrestartedRank:
                 send(self._stand_in, {"error": error})
             elif error is not None:
                 failure_file(Path(self._listener.getsockname())).write_text(error)
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
         os._exit(0 if error is None else 1)
 
     def _heed_command(self) -> None:
@@ -200,6 +203,7 @@ def _speak_to(out: int, error: int) -> None:
 
 def main() -> None:
     """Be the rank that the first line of standard input names."""
+    faulthandler.enable(all_threads=False)  # as in Ray's workers
     listener = socket.socket(fileno=int(sys.argv[2]))
     listener.set_inheritable(False)
     line = sys.stdin.buffer.readline()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from deploy.config.application import LogConfig, ServeConfig
 from deploy.serve import app, early_imports, prestarted
 from deploy.serve.ended_processes import runs
 from deploy.serve.prestarted import Claimed, NotClaimed, PrestartedRanks, claim
-from workers.channel.sockets import Addresses
+from workers.channel.sockets import Addresses, last_words_have_left
 from workers.config import DEMO_MODEL, EngineConfig
 from workers.memory.keeper import WeightKeeper
 from workers.processes.client import EngineClient
@@ -77,6 +78,7 @@ def schedule(config: EngineConfig, parent: Connection) -> None:
     parent.send(process.addresses)
     with suppress(EngineFailed):
         process.run()
+    last_words_have_left()  # a rank that is not told of the end would wait for it
 
 
 def stand(path: Path, addresses: Addresses, keeper: Path | None, output: int, outcome: Connection) -> None:
@@ -367,14 +369,112 @@ def test_ranks_end_with_a_command_that_is_killed() -> None:
         until(lambda: not Path(folder).exists())
 
 
-def test_what_is_killed_with_the_command_is_cleaned_up(tmp_path: Path) -> None:
-    """Ranks that are stuck end with the sessions of Ray's daemons."""
-    sessions = Sessions()
+def test_a_rank_that_has_ended_keeps_its_process_id() -> None:
+    """Sessions are ended by the ids of who led them: another process that got the id would be killed in its place."""
+    with started(settings()) as ahead:
+        [process] = ahead._processes
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda: not runs(process.pid))
+        time.sleep(0.2)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ranks_have_what_ray_gives_its_workers() -> None:
+    """Without the score a node that is out of memory ends all workers but those that have it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        with started(settings()) as ahead:
+            [process] = ahead._processes
+            assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "1000"
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
+            until(lambda: psutil.Process(process.pid).environ().get("TMPDIR") == str(ahead._folder), 10.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+KEEPS = COMMAND.replace("Sessions())", "sessions)").replace("ranks =", "sessions = Sessions()\nranks =")
+KEEPS = KEEPS.replace("print(", "from pathlib import Path\nsessions.keep(Path(sys.argv[2]))\nprint(")
+
+
+def test_a_killed_command_leaves_no_folder_of_ranks_that_ended_before(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    arguments = [sys.executable, "-c", KEEPS, str(Path(__file__).parent), str(kept)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        folder, *pids = command.stdout.readline().split()
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(runs, map(int, pids))))
+        command.kill()
+        until(lambda: not kept.exists())
+        until(lambda: not Path(folder).exists(), 10.0)
+
+
+def test_what_is_killed_with_the_command_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are stuck end with the sessions of Ray's daemons. Nobody waits for what does not end by itself."""
+    monkeypatch.setattr("deploy.cluster.sessions.LEAVE_S", 600.0)
+    sessions, folder = Sessions(), tmp_path / "ranks"
+    folder.mkdir()
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as stuck:
-        sessions.add(stuck.pid)
+        sessions.add(stuck.pid, folder)
         sessions.keep(tmp_path / "folder")
         sessions.end()
-        assert stuck.wait(60) == -signal.SIGKILL
+        try:
+            assert stuck.wait(5) == -signal.SIGKILL
+        finally:
+            stuck.kill()
+        assert not folder.exists()
+
+
+def test_a_signal_at_the_very_end_of_a_start_ends_ray_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Ranks:
+        def __init__(self) -> None:
+            self.environment: dict[str, str] = {}
+
+        def __len__(self) -> int:
+            return 1
+
+        def served(self) -> None:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            done.append("ranks")
+
+    class Up:
+        ahead = None
+        proxies = None
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def started(self, *_: Any) -> None:
+            pass
+
+        def abandon(self) -> None:
+            done.append("Ray")
+
+    class Connection:
+        own = True
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(app, "RayConnection", Connection)
+    monkeypatch.setattr(app, "Running", Up)
+    monkeypatch.setattr(prestarted, "begin", lambda *_: Ranks())
+    monkeypatch.setattr(early_imports, "begin", lambda *_: None)
+    monkeypatch.setattr(app, "_enter", lambda *_, **__: False)
+    for name in ("_check_capacity", "_deploy", "_wait"):
+        monkeypatch.setattr(app, name, lambda *_: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        app.launch(ServeConfig.model_validate({"engine": {"model": "demo", "device": "cpu"}, "port": 0}), print)
+    assert done == ["Ray", "ranks"]
 
 
 @pytest.mark.parametrize(
