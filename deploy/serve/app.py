@@ -190,7 +190,8 @@ def _no_serve() -> tuple[type[Exception], ...]:
     from ray import exceptions
     from ray.serve.exceptions import RayServeException
 
-    return (exceptions.RayActorError, exceptions.RaySystemError, exceptions.LocalRayletDiedError, RayServeException)
+    of_ray = exceptions.RayActorError, exceptions.RaySystemError, exceptions.LocalRayletDiedError, exceptions.RpcError
+    return (*of_ray, RayServeException)
 
 
 def _ended_by_others(error: Exception) -> str:

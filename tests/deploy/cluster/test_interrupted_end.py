@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RpcError
 from ray.serve.exceptions import RayServeException
 
 from deploy.config.application import ServeConfig
@@ -62,7 +62,10 @@ def test_a_second_signal_before_serve_has_heard_of_the_end_tells_it_once_more(se
     assert asked[4] == "left"
 
 
-@pytest.mark.parametrize("error", [ActorDiedError(), RayServeException("There is no Serve instance running.")])
+@pytest.mark.parametrize(
+    "error",
+    [ActorDiedError(), RpcError("failed to connect"), RayServeException("There is no Serve instance running.")],
+)
 @pytest.mark.parametrize("answered", [0, 1, 2])
 def test_a_ray_that_somebody_ended_is_one_line(serving, error: Exception, answered: int) -> None:
     running, asked = serving(*[None] * answered, error)
