@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from typing_extensions import override
 
 from workers.memory.scratch import Scratch
@@ -43,19 +42,9 @@ class CompiledStage(Stage):
         return tail(self.parts, key.tokens, self.inner)
 
     @override
-    def draft(
-        self,
-        hidden_RE: torch.Tensor | None,
-        slot_R: torch.Tensor,
-        position_R: torch.Tensor,
-        length_R: torch.Tensor,
-        page_RP: torch.Tensor,
-        drafts: int,
-        kept_RS: torch.Tensor | None,
-    ) -> None:
-        """Draft, the first time."""
-        if self._first("drafts", len(slot_R), drafts):
-            super().draft(hidden_RE, slot_R, position_R, length_R, page_RP, drafts, kept_RS)
+    def drafts(self, rows: int, drafts: int) -> bool:
+        """Whether it is the first time."""
+        return self._first("drafts", rows, drafts)
 
     def _first(self, *what: str | int) -> bool:
         """Whether this is to run for the first time; it is noted that it has."""

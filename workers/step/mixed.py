@@ -163,18 +163,9 @@ class Stage:
             torch.index_select(drafted_TE, 0, newest_R, out=hidden_RE)
         return hidden_RE if len(newest_R) else None
 
-    def draft(
-        self,
-        hidden_RE: torch.Tensor | None,
-        slot_R: torch.Tensor,
-        position_R: torch.Tensor,
-        length_R: torch.Tensor,
-        page_RP: torch.Tensor,
-        drafts: int,
-        kept_RS: torch.Tensor | None,
-    ) -> None:
-        """`StepParts.draft`, behind a mixed step."""
-        self.parts.draft(hidden_RE, slot_R, position_R, length_R, page_RP, drafts, self.scratch, kept_RS)
+    def drafts(self, rows: int, drafts: int) -> bool:
+        """Whether the drafter is to draft so many tokens for so many rows, behind a mixed step: always."""
+        return True
 
     def target_hidden(self, token_N: torch.Tensor) -> torch.Tensor:
         """Final hidden states [N, E] that the target's pass, which has run, has for some tokens, one at least."""
@@ -455,7 +446,8 @@ class MixedStep:
         position_R = state.length_S[rows.slot_R] + 1
         length_R = scratch.empty(layout.sampled_rows, dtype=torch.int32)
         rows_R = rows.slot_R, position_R, length_R, state.page_SP[rows.slot_R]
-        stage.draft(hidden_RE, *rows_R, drafts, kept_RS)
+        if stage.drafts(layout.sampled_rows, drafts):
+            parts.draft(hidden_RE, *rows_R, drafts, scratch, kept_RS)
 
     def _catch_up(
         self,
