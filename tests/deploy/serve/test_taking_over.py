@@ -86,8 +86,9 @@ class Front(threading.Thread):
         self._folder = socket_folder(len("heir") + 1) if shared is None else Path(tempfile.mkdtemp(dir=shared))
         self.path, self._does = str(self._folder / "heir"), does
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(self.path)
+        self._listener.bind(f"{self.path}.new")
         self._listener.listen()
+        Path(f"{self.path}.new").rename(self.path)  # as `Heir` does: a watchdog that finds it can connect
         self.found: list[bool] = []
         """Of every answer that it was handed, whether it could own its journal."""
 
