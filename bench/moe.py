@@ -9,6 +9,7 @@
     python bench/moe.py --model k2 --format int4 --tokens 1,2,4,8,16,64    # Hopper's own for few tokens: 0*, 2*, 8*
     python bench/moe.py --model k2 --format int4 --tokens 1024,8192    # and for many, 64*, 128*
     python bench/moe.py --model v4-flash --format mxfp4 --tokens 1,16,64,1024
+    python bench/moe.py --model v2-lite+shared --groups 8 --tokens 1,16,64,1024    # invariant mode's; Hopper's own: 64*
     python bench/moe.py --model v4-flash --format mxfp4 --tokens 1024,8192 --own --workers 0    # in half a minute
 
 A graph holds several calls, each with a random routing of its own, so that a call finds few of its weights in L2.
@@ -129,7 +130,7 @@ def problem(shape: ExpertsShape, gate_up: Matrix, down: Matrix) -> Problem:
 def name_of(tiling: ExpertTiling) -> str:
     """Name a tiling by its rows, with a star if it is that of Hopper's own kernels, and an 8 if activations are in
     FP8."""
-    return f"{tiling.rows}{'*' if tiling.programs else ''}{'8' if tiling.w8a8 else ''}"
+    return f"{tiling.rows}{'*' if tiling.programs or tiling.down_programs else ''}{'8' if tiling.w8a8 else ''}"
 
 
 def error_of(case: Problem, tiling: ExpertTiling) -> float:
@@ -318,12 +319,15 @@ def main() -> None:
 
 def tilings(shape: ExpertsShape, how: tuple[Stored, Stored], own: bool = False) -> list[ExpertTiling]:
     """Return the tiling that is chosen without Hopper's own kernels, unless there are `own` ones alone, and for many
-    tokens those of these kernels, too."""
+    tokens, and for sums of groups, those of these kernels, too."""
     found = [] if own else [schedule.tiling(shape, how)]
-    if shape.groups or torch.cuda.get_device_capability() != (9, 0):
+    if torch.cuda.get_device_capability() != (9, 0):
         return found
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    if schedule.alike_in_four_bits(how):
+    if shape.groups:
+        if how[1] == PLAIN and shape.for_group_sums:
+            found.append(schedule.tiling(replace(shape, hopper=programs), how))
+    elif schedule.alike_in_four_bits(how):
         if shape.for_four_bit_alone:
             found.append(schedule.four_bit_alone(shape, programs, how))
         if shape.for_four_bit_tiles:

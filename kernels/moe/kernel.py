@@ -160,7 +160,6 @@ def down(
     K: tl.constexpr,
     FEATURES: tl.constexpr,
     GROUPS: tl.constexpr,
-    WALK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -171,56 +170,41 @@ def down(
     DEPENDENT: tl.constexpr,
 ):
     """partial[pair, g] = down[expert] · act[i] over the g-th of GROUPS equal groups of features, for every sorted pair
-    i. A program goes through WALK groups, one after the other, each of which has sums of its own that begin with 0.
-    Grid: GROUPS / WALK (fastest, so that they read whole rows of weights together) times tiles.
+    i. Grid: GROUPS (fastest, so that they read whole rows of weights together) times tiles.
 
     The tile is looked up before the wait: the table was written before `gate_up`, which lets this kernel start only
     after its own wait."""
     COUNT: tl.constexpr = K // GROUPS
-    SHARES: tl.constexpr = GROUPS // WALK
-    STEPS: tl.constexpr = (COUNT + BLOCK_K - 1) // BLOCK_K
     blocks: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
-    expert, first, pairs, block = _tile(table, tl.program_id(0) // SHARES, blocks, GROUP)
+    expert, first, pairs, block = _tile(table, tl.program_id(0) // GROUPS, blocks, GROUP)
     if DEPENDENT:
         gdc_wait()
     if pairs > 0:
         group = 0
-        if SHARES > 1:
-            group = tl.program_id(0) % SHARES * WALK
+        if GROUPS > 1:
+            group = tl.program_id(0) % GROUPS
+        begin = group * COUNT
         m = tl.arange(0, ROWS)
         feature = tl.minimum(block * BLOCK, FEATURES - BLOCK)
         row = expert.to(tl.int64) * FEATURES + feature
         k = tl.arange(0, BLOCK_K)
-        source = act + (first + m).to(tl.int64)[:, None] * K + k[None, :]
+        source = act + (first + m).to(tl.int64)[:, None] * K + (begin + k)[None, :]
         rows = (m < pairs)[:, None]
         weight_row = weight + row * K
-        columns = feature + tl.arange(0, BLOCK)
-        if WALK > 1:
-            targets = _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES, GROUPS)
         sum = tl.zeros([ROWS, BLOCK], tl.float32)
-        # One loop through all groups, so that the next one's weights are on their way when a group ends.
-        for step in tl.range(0, WALK * STEPS, num_stages=STAGES):
-            now, k0 = group, step * BLOCK_K
-            if WALK > 1:
-                now += step // STEPS
-                k0 = step % STEPS * BLOCK_K
-            begin = now * COUNT
+        for k0 in tl.range(0, COUNT, BLOCK_K, num_stages=STAGES):
             if COUNT % BLOCK_K == 0:
-                a = tl.load(source + (begin + k0), mask=rows, other=0.0, cache_modifier=".cg")
+                a = tl.load(source + k0, mask=rows, other=0.0, cache_modifier=".cg")
             else:
                 inside = rows & (k0 + k < COUNT)[None, :]
-                a = tl.load(source + (begin + k0), mask=inside, other=0.0, cache_modifier=".cg")
+                a = tl.load(source + k0, mask=inside, other=0.0, cache_modifier=".cg")
             w = _weights(weight_row, weight_box, row.to(tl.int32), begin, k0, K, COUNT, BLOCK, BLOCK_K, TMA)
             sum = tl.dot(a, w, sum, input_precision=PRECISION)
-            if WALK > 1:  # noqa: SIM102 - the first is known to the compiler
-                if step % STEPS == STEPS - 1:
-                    _put(targets + now * FEATURES, sum, rows, DEPENDENT)
-                    sum = tl.zeros([ROWS, BLOCK], tl.float32)
         if DEPENDENT:
             gdc_launch_dependents()
-        if WALK == 1:
-            targets = _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES, GROUPS)
-            _put(targets + group * FEATURES, sum, rows, DEPENDENT)
+        columns = feature + tl.arange(0, BLOCK)
+        targets = _targets(partial, sorted_pair, first, m, pairs, columns, FEATURES, GROUPS)
+        _put(targets + group * FEATURES, sum, rows, DEPENDENT)
 
 
 @triton.jit

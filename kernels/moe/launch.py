@@ -290,7 +290,10 @@ class ExpertLaunches:
             sizes = {"GATE": False, "K": shape.intermediate, "FEATURES": shape.hidden, "WIDTH": product.block // 2}
             self._by_hopper(product, self.down_XEI, scratch.partial_YGE, sizes)
             return
-        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden) * (shape.parts // self.tiling.walked),)](
+        if self.tiling.down_programs:
+            self._sums_of_groups(product, self.down_XEI)
+            return
+        kernel.down[(self.tiling.tiles(shape) * product.blocks(shape.hidden) * shape.parts,)](
             scratch.act_YI,
             self.down_XEI,
             _box(self.down_XEI, product),
@@ -300,7 +303,6 @@ class ExpertLaunches:
             K=shape.intermediate,
             FEATURES=shape.hidden,
             GROUPS=shape.parts,
-            WALK=self.tiling.walked,
             **self._tile(product),
         )
 
@@ -417,6 +419,28 @@ class ExpertLaunches:
             LIMIT=self.shape.limit,
             num_warps=product.warps,
             **sizes,
+        )
+
+    def _sums_of_groups(self, product: Product, weight: Tensor) -> None:
+        from kernels.moe import group_sums  # a machine without Hopper GPUs need not have Gluon
+
+        shape, scratch = self.shape, self.scratch
+        group_sums.group_sums[(self.tiling.down_programs,)](
+            group_sums.box(scratch.act_YI, shape.parts, group_sums.ROWS.value),
+            group_sums.box(scratch.act_YI, shape.parts, group_sums.FEW.value),
+            group_sums.box(weight.flatten(0, 1), shape.parts, product.block),
+            scratch.sorted_Y,
+            scratch.table,
+            scratch.partial_YGE,
+            COUNT=shape.features_of_a_group,
+            FEATURES=shape.hidden,
+            GROUPS=shape.parts,
+            WALK=self.tiling.walked,
+            BLOCKS=product.blocks(shape.hidden),
+            STAGES=product.stages,
+            DEPENDENT=self._dependent,
+            num_warps=product.warps,
+            **_options(self._dependent),
         )
 
     def _tile(self, product: Product) -> dict[str, Any]:

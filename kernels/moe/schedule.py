@@ -114,6 +114,17 @@ class ExpertsShape:
         return self.routed_pairs / max(self.routed_wanted, 1)
 
     @property
+    def for_group_sums(self) -> bool:
+        """Whether Hopper's own kernel for sums of groups takes these sizes: 16-bit floats, blocks of output features,
+        groups that the copy engine fetches."""
+        return self.groups > 0 and self.dtype.itemsize == 2 and self.hidden >= 128 and self.features_of_a_group % 8 == 0
+
+    @property
+    def features_of_a_group(self) -> int:
+        """Features of a pair that are summed apart."""
+        return self.intermediate // self.parts
+
+    @property
     def for_hopper(self) -> bool:
         """Whether Hopper's own kernels take these sizes: 16-bit floats, in one sum, no less than their blocks."""
         return self.dtype.itemsize == 2 and self.hidden >= 64 and self.intermediate >= 32 and not self.groups
@@ -205,7 +216,10 @@ class ExpertTiling:
     stored: tuple[Stored, Stored] = (PLAIN, PLAIN)
     """Storage of the weights of either product."""
     walked: int = 1
-    """Groups that a program of the Triton kernels `down` goes through, one after the other."""
+    """Neighbouring groups that a program of `down` goes through, one after the other."""
+    down_programs: int = 0
+    """Number of programs of Hopper's own kernel for `down` of sums of groups (`group_sums`), one for each
+    multiprocessor; 0: the Triton kernels."""
 
     @property
     def rearranged(self) -> bool:
@@ -245,9 +259,15 @@ order, by the same instruction of fewer columns."""
 FEW_PROGRAMS: Final = 3
 """Programs of IN_GROUPS that stand on a multiprocessor; 0 switches FEW_IN_GROUPS off."""
 MOST_WALKED: Final = 4
-"""Most groups that a program of `down` goes through in sums of groups, a power of two; 1 gives every group a program of
-its own, which ends after a few steps of weights. On its way through several of them a program asks for the weights of
-the next group before it is done with one. Sums stay those of a group alone, so that bits do not depend on it."""
+"""Most groups that a program of the Triton kernel `down` goes through in sums of groups of FP8 weights, a power of two;
+1 gives every group a program of its own, which ends after a few steps of weights. On its way through several of them a
+program asks for the weights of the next group before it is done with one. Sums stay those of a group alone, so that
+bits do not depend on it."""
+SUMS_OF_GROUPS = Product(128, 64, 9, 4, tma=True)
+"""`down` of sums of groups in Hopper's own kernel: as many stages as shared memory holds."""
+GROUPS_OF_AN_ITEM: Final = 2
+"""Groups of a work item there. With one, items end after as few as three stages; with more, the programs that are left
+over at the end take longer."""
 SCALED = {
     0: PRODUCTS[0],
     16: (Product(64, 128, 4, 4, 128, tma=True), Product(128, 128, 4, 4, 128, tma=True)),
@@ -281,6 +301,8 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
         if stored[0] == PLAIN and programs <= FEW_PROGRAMS * shape.hopper:
             tiles = replace(tiles, gate_up=FEW_IN_GROUPS[0])
         tiles = fitted(tiles, shape)
+        if stored[1] == PLAIN and shape.hopper and shape.for_group_sums:
+            return group_sums(tiles, shape, shape.hopper)
         return replace(tiles, walked=walked(tiles, shape))
     mean = shape.mean
     rows = 16 if mean < FEWEST_OF_64 else 64 if mean <= MOST_OF_64 else 128
@@ -308,17 +330,26 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
 
 
 def walked(tiling: ExpertTiling, shape: ExpertsShape) -> int:
-    """Groups that a program of `down` goes through: as many as leave a program for every multiprocessor. Of FP8
-    weights, whose steps may begin before a group, it is one where groups are not of whole steps. Of other formats it is
-    one: they go on to the next step while products read weights in registers, which must not be written then, but are
-    in a loop with sums that begin anew."""
-    how, features = tiling.stored[1], shape.intermediate // shape.parts
-    several = how == PLAIN or (how.format == "fp8" and features % tiling.down.block_k == 0)
+    """Groups that a program of the Triton kernel `down` goes through: of FP8 weights, where groups are of whole steps,
+    as many as leave a program for every multiprocessor. Elsewhere it is one: steps of FP8 weights may begin before a
+    group; other formats go on to the next step while products read weights in registers, which must not be written
+    then, but are in a loop with sums that begin anew; and plain weights have `group_sums`."""
+    several = tiling.stored[1].format == "fp8" and shape.features_of_a_group % tiling.down.block_k == 0
     found = gcd(shape.parts, MOST_WALKED) if several else 1
     programs = tiling.tiles(shape) * tiling.down.blocks(shape.hidden) * shape.parts
     while found > 1 and programs // found < shape.hopper:
         found //= 2
     return found
+
+
+def group_sums(tiling: ExpertTiling, shape: ExpertsShape, programs: int) -> ExpertTiling:
+    """`tiling` of sums of groups, with Hopper's own kernel for `down`; a program for each multiprocessor."""
+    if not shape.for_group_sums or tiling.rows != 64 or tiling.stored[1] != PLAIN:
+        raise ValueError(
+            f"Hopper's sums of groups take 16-bit floats, at least 128 hidden ones, and groups of 8 at a time: {shape}"
+        )
+    walked = gcd(shape.parts, GROUPS_OF_AN_ITEM)
+    return replace(tiling, down=SUMS_OF_GROUPS, walked=walked, down_programs=programs)
 
 
 def grouped(shape: ExpertsShape, programs: int) -> ExpertTiling:
@@ -445,7 +476,7 @@ def fitted(tiling: ExpertTiling, shape: ExpertsShape) -> ExpertTiling:
         tiling,
         rows=min(tiling.rows, 32) if shape.dtype == torch.float32 else tiling.rows,
         gate_up=fit(tiling.gate_up, tiling.stored[0], shape.intermediate, shape.hidden),
-        down=fit(tiling.down, tiling.stored[1], shape.hidden, shape.intermediate // shape.parts),
+        down=fit(tiling.down, tiling.stored[1], shape.hidden, shape.features_of_a_group),
     )
 
 

@@ -120,20 +120,6 @@ def test_narrow_tiles_of_gate_and_up_have_the_bits_of_wide_ones(model: str, toke
     assert same_bits(case.run(narrow, dependent=torch.cuda.get_device_capability() >= (9, 0)), want)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 64, 300])
-@pytest.mark.parametrize("model", MODELS)
-def test_programs_of_several_groups_have_the_bits_of_one_for_each(model: str, tokens: int) -> None:
-    """At magnitudes that cancel."""
-    case = make(model, tokens, groups=8)
-    case.tensors["x"].mul_(torch.randn(case.hidden, device="cuda").mul(3).exp2())
-    case.inputs["x"].copy_(case.tensors["x"])
-    want = case.run(case.tiling(walked=1)).clone()
-    for walked in (2, 4, 8):
-        case.refill()
-        found = case.run(case.tiling(walked=walked), dependent=torch.cuda.get_device_capability() >= (9, 0))
-        assert same_bits(found, want), walked
-
-
 def test_all_tiles_agree_bitwise() -> None:
     """Sums over the input features have one order whatever the tile, on Hopper also across its matrix instructions and
     at magnitudes that cancel."""

@@ -9,7 +9,7 @@ from kernels.moe import launch, schedule
 from kernels.moe.schedule import ExpertsShape, Workspace
 from kernels.quantize import GROUP, Fp8Rows
 from kernels.rms_norm import AddNorm
-from tests.support.hopper import compile_only, instructions, machine_code, resources, serialized
+from tests.support.hopper import compile_only, instructions, machine_code, resources
 
 pytestmark = pytest.mark.gate
 
@@ -80,7 +80,7 @@ def test_sums_that_are_added_to_what_comes_before_compile_without_spills(model: 
     [
         ("V2-Lite", 256, 0, {"gate_up", "down"}),
         ("V3", 1024, 0, {"down"}),
-        ("V2-Lite", 256, 8, {"gate_up"}),
+        ("V2-Lite", 256, 8, {"gate_up", "down"}),
         ("V2-Lite", 256, 1, {"gate_up", "down"}),
     ],
 )
@@ -94,25 +94,6 @@ def test_three_programs_of_tiles_of_64_stand_on_a_multiprocessor(
     for name in three:
         found[name].check(65536 // (3 * 32 * found[name].warps) // 8 * 8)  # a warp gets them by eights
         assert 3 * (found[name].shared + 1024) <= 228 * 1024  # of each program 1 KiB is the system's
-
-
-@pytest.mark.parametrize("model", ["V2-Lite", "V3"])
-@pytest.mark.parametrize("groups", [2, 8])
-def test_down_goes_through_groups_in_one_pipeline(model: str, groups: int) -> None:
-    """Steps of all groups are in one loop, which waits for a product only where a group ends, and two programs stand on
-    a multiprocessor: their results go through shared memory beside the steps that are on their way."""
-    shape = replace(shape_of(model, 64, groups=groups), hopper=132)
-    tiling = schedule.tiling(shape)
-    assert tiling.walked == min(4, groups)
-    (down,) = [kernel for kernel in kernels(shape) if kernel.metadata.name == "down"]
-    found = resources(down)
-    found.check(65536 // (2 * 32 * found.warps) // 8 * 8)
-    assert 2 * (found.shared + 1024) <= 228 * 1024
-    assert not serialized(down)
-    # The copies of the steps before the loop, and of one in it.
-    assert instructions(down)["UTMALDG"] == tiling.down.stages
-    assert f"wgmma.mma_async.sync.aligned.m64n{tiling.down.block}k16" in down.asm["ptx"]
-    assert down.asm["ptx"].count("wgmma.wait_group.sync.aligned 1") == 1
 
 
 @pytest.mark.parametrize(("tokens", "launches"), [(512, ["sort_few"]), (513, ["count", "place"])])

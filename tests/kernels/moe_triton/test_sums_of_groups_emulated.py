@@ -47,20 +47,6 @@ def test_turns_are_right_and_in_order() -> None:
     assert not torch.equal(*found)
 
 
-@pytest.mark.parametrize(("groups", "intermediate"), [(2, 160), (4, 320), (4, 256)])
-def test_programs_of_several_groups_have_the_bits_of_one_for_each(groups: int, intermediate: int) -> None:
-    """Groups of 80 features end in a step that is not full, those of 64 make one step each."""
-    case = Experts(5, 2, 3, 64, intermediate, groups=groups, holes=True, padded=(2,), adds=False)
-    found = []
-    for walked in (1, 2, 4)[: groups.bit_length()]:
-        case.refill()
-        with emulated(3, fences=False):
-            found.append(case.run(case.tiling(walked=walked), dependent=True).clone())
-        case.check()
-    assert [torch.equal(found[0], other) for other in found] == [True] * len(found)
-    assert len(found) == groups.bit_length()
-
-
 @pytest.mark.parametrize("kernel", ["sort_few", "gate_up", "down", "combine", "ordered_sum_kernel"])
 def test_planted_faults_are_found(kernel: str) -> None:
     with pytest.raises((Fault, Unordered)):
