@@ -27,6 +27,7 @@ LEANING = {
     "kernels/mla_decode/schedule.py": (TRITON,),
     "kernels/mla_decode/widen.py": (TRITON,),
     "kernels/moe/__init__.py": (TRITON,),
+    "kernels/moe/group_sums.py": (TRITON,),
     "kernels/moe/hopper.py": (TRITON,),
     "kernels/moe/four_bit_grouped.py": (TRITON,),
     "kernels/moe/w4a8.py": (TRITON,),

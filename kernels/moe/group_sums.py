@@ -17,6 +17,8 @@ program makes it, and what it made before, changes nothing of it.
 The rules of `hopper` hold, with one exception: a program takes every so many-th item instead of claiming it. Under
 programmatic dependent launch the weights of the first item are asked for before the wait for `gate_up`. The table and
 the sorted pairs were written before `gate_up`, which lets this kernel start only after its own wait.
+
+Written for Triton 3.6, as `hopper` is, and for the same reason.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
