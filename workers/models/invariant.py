@@ -57,7 +57,13 @@ class DeterministicOps(GeneralOps):
 
     @override
     def router(self, x_TE: Tensor, weight_XE: Weight, scratch: Scratch) -> Tensor:
-        logit_TX = scratch.empty(x_TE.shape[0], weight_XE.shape[0], dtype=torch.float32)
+        (tokens, hidden), experts = x_TE.shape, weight_XE.shape[0]
+        if x_TE.is_cuda and x_TE.dtype.itemsize == 2 and hidden % (16 * GROUPS) == 0:
+            # So few outputs are the work of a few multiprocessors, unless they share the sums: of all tokens alike.
+            part_TPX = self._parts(tokens, GROUPS, experts, scratch)
+            grouped_linear(x_TE, weight_XE.plain, part_TPX, dependent=dependent(x_TE))
+            return part_TPX
+        logit_TX = scratch.empty(tokens, experts, dtype=torch.float32)
         self.linear(x_TE, weight_XE, logit_TX, scratch)
         return logit_TX
 
