@@ -16,14 +16,16 @@ PROGRAM = """
 import sys
 from deploy.config.application import ServeConfig
 from deploy.serve import app
-print(sorted({"ray", "torch", "transformers"} & set(sys.modules)))
+print(sorted({"ray", "torch", "transformers", "httpx"} & set(sys.modules)))
 app._import_what_follows()
 before = set(sys.modules)
 config = ServeConfig.model_validate({"engine": {"model": "demo", "device": "cpu"}})
 app.build_app(config)
 app._reached_at = lambda *_: ""
 app.Running(config, None)
-print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in ("ray", "deploy", "workers")))
+print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in ("ray", "deploy", "workers", "httpx")))
+app._health_problem("http://127.0.0.1:1")
+print("httpx" in set(sys.modules) - before)
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
 
@@ -57,4 +59,4 @@ def test_a_front_begins_its_ranks_before_it_imports_what_makes_answers() -> None
 
 
 def test_what_follows_is_imported_while_the_command_waits_for_ray() -> None:
-    assert run(PROGRAM) == ["[]", "[]", "[]"]
+    assert run(PROGRAM) == ["[]", "[]", "False", "[]"]
