@@ -1,7 +1,7 @@
 """The tokenizers of transformers, imported without torch.
 
 Versions before 5.19 import torch with them, for what reads GGUF files, as which no folder here has its tokenizer. That
-takes a second and 190 MB in each process that reads one, and none of these needs torch for anything else.
+takes a second, and more memory than all the rest of a front, in each process that reads a tokenizer.
 """
 
 from __future__ import annotations
