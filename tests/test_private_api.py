@@ -45,6 +45,7 @@ LEANING = {
     "deploy/cluster/ray_address.py": (RAY,),
     "deploy/cluster/replica_ports.py": (RAY,),
     "deploy/cluster/sessions.py": (RAY,),
+    "deploy/cluster/spared_pandas.py": (RAY,),
     "deploy/routing/router.py": (RAY,),
     "deploy/serve/application.py": (RAY,),
     "deploy/serve/early_imports.py": (RAY,),

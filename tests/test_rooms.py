@@ -17,6 +17,7 @@ PACKAGES = ("kernels", "workers", "deploy")
 
 ROOMS = {
     "workers": (
+        ("unimported",),
         ("environment", "memory", "parallel", "vocabulary"),
         ("weights",),
         ("model_folder",),

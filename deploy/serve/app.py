@@ -13,11 +13,11 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from pydantic import ValidationError
 
 from deploy.cluster.connection import CannotJoin, RayConnection, Say, cluster_to_join, port_problem
 from deploy.cluster.sessions import Sessions, Watch
+from deploy.cluster.spared_pandas import spare_pandas
 from deploy.config.application import EVERYWHERE, LOOPBACK, ServeConfig
 from deploy.mistakes import explain, first_line
 from deploy.serve import early_imports, entrance, prestarted, start_table
@@ -250,8 +250,9 @@ def _bring_up(
     """Start Ray or join one, and the application there. As `launch`."""
     cores = len(os.sched_getaffinity(0))
     more = early_imports.environment(config, cores) if ahead is None else ahead.environment
+    spare_pandas()
     try:
-        connection = RayConnection(config, say, sessions, _import_what_follows, more)
+        connection = RayConnection(config, say, sessions, _import_what_follows, {**early_imports.preloaded(), **more})
     except CannotJoin as error:
         raise StartFailed(str(error)) from None
     there_before = True
@@ -398,13 +399,16 @@ def _check_capacity(config: ServeConfig, connection: RayConnection, say: Say) ->
 
 
 def _import_what_follows() -> None:
-    """Import what handing an application over to Serve needs, which takes a second or more."""
+    """Import what handing an application over to Serve needs, and waiting for it, which takes a second or more."""
+    import httpx
+
     import deploy.serve.application
     import deploy.serve.capacity
     import deploy.serve.progress
     import deploy.serve.replica
 
     assert deploy.serve.application
+    assert httpx
 
 
 def _enter(running: Running, *, beside: bool) -> bool:
@@ -480,6 +484,8 @@ def _wait(running: Running, say: Say) -> None:
 
 def _health_problem(url: str) -> str:
     """Return what is wrong with the answer of /health; empty if nothing is."""
+    import httpx
+
     try:
         status = httpx.get(f"{url}/health", timeout=10.0, trust_env=False).status_code
     except httpx.HTTPError as error:

@@ -55,13 +55,16 @@ def enough(cores: int, config: ServeConfig) -> bool:
     return cores >= 2 * (_ranks(config) + config.least_replicas + OTHERS)
 
 
+def preloaded() -> dict[str, str]:
+    """Return the variable by which all processes of a Ray of our own import `preload`."""
+    modules = [*filter(None, [os.environ.get(PRELOADED)]), "deploy.serve.preload"]
+    return {PRELOADED: ",".join(modules)}
+
+
 def environment(config: ServeConfig, cores: int) -> dict[str, str]:
     """Return the variables that all processes of a Ray of our own need for it, on a node of so many cores: none where
     these are not `enough`."""
-    if not enough(cores, config):
-        return {}
-    modules = [*filter(None, [os.environ.get(PRELOADED)]), "deploy.serve.preload"]
-    return {EARLY: str(time.time() + KEPT_S), PRELOADED: ",".join(modules)}
+    return {EARLY: str(time.time() + KEPT_S)} if enough(cores, config) else {}
 
 
 def waiting() -> bool:

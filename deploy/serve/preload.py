@@ -3,6 +3,10 @@
 import logging
 import os
 
+from deploy.cluster.spared_pandas import spare_pandas
+
+spare_pandas()
+
 if os.environ.get("LATENTSERVE_PROCESS") == "rank":
     try:
         from workers.rank.libraries import load_libraries

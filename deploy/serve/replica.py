@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -97,6 +99,25 @@ def read_what_answers(config: ServeConfig) -> Tokenizer | None:
     """Import what makes answers, and read the tokenizer. As `read_tokenizer`."""
     import_what_answers()
     return read_tokenizer(config)
+
+
+def import_what_checks_grammars(config: ServeConfig) -> Thread | None:
+    """Import in a thread, which is returned, what the first request for structured output needs: xgrammar, and torch
+    with it, for a second in which other streams would wait, too. Only beside ranks on GPUs, which still start for as
+    long; ranks on CPUs would start later for it. The tokenizer has been read before: a module may stand in for
+    transformers meanwhile."""
+    if not config.gpus_per_rank:
+        return None
+    thread = Thread(target=_import_grammars, name="imports", daemon=True)
+    thread.start()
+    return thread
+
+
+def _import_grammars() -> None:
+    with suppress(Exception):  # that request gets it, too
+        import workers.grammar.build
+
+        assert workers.grammar.build
 
 
 def sampling_defaults(config: ServeConfig) -> SamplingDefaults:
@@ -244,6 +265,7 @@ class EngineReplica:
         if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
             self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
         self.tokenizer = await (reading or asyncio.to_thread(read_what_answers, config))
+        import_what_checks_grammars(config)
         if why := why_no_chat(self.tokenizer, config.engine.folder, config.api.chat_template):
             self.status_store.say(why)
         self.sampling_defaults = sampling_defaults(config)

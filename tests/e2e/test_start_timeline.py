@@ -35,7 +35,7 @@ def test_it_shows_every_process_and_who_imports_what(tmp_path: Path, ahead: str,
     last = ran.stdout.splitlines()[-1]
     assert re.fullmatch(r"first token after [\d.]+ s; [\d.]+ s of processor time in \d+ processes", last)
     (start,) = json.loads(found.read_text())
-    importing = {"torch": set(), "ray.serve": set()}
+    importing = {"torch": set(), "ray.serve": set(), "pandas": set()}
     for process in start["processes"]:
         for one in process["imports"]:
             if one["module"] in importing:
@@ -44,6 +44,7 @@ def test_it_shows_every_process_and_who_imports_what(tmp_path: Path, ahead: str,
                 assert one["begin"] + one["wall_s"] < start["token_s"]
                 assert 0 < one["cpu_s"] <= process["cpu_s"] + 0.1
     assert importing["torch"] == {ranks}
+    assert importing["pandas"] == set()  # neither in the command nor in a process of Ray that it started
     assert ("python deploy.serve.prestarted_rank" in ran.stdout) is (ahead == "1")
     assert "ray::ServeController" in importing["ray.serve"]
     assert max(process["cpu_s"] for process in start["processes"]) < start["token_s"] * (os.cpu_count() or 1)

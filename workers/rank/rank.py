@@ -123,6 +123,13 @@ class Rank:
         context = max_context(config)
         draft = read_draft_model(config, config_of_model, group.mesh)  # is refused before anything is loaded
         kept = None if keeper is None else KeptWeights(keeper, group, device, progress, required=standing_by)
+        vocab, eos_ids = config_of_model.vocab_size, config_of_model.eos_ids
+        self.grammars: Compiler | None = None
+        """Compiler of grammars, on rank 0."""
+        if group.mesh.heads.first:
+            self.grammars = Compiler(config.folder, vocab, eos_ids, on_grammar, on_grammar_progress)
+            if device.type == "cuda":
+                self.grammars.prepare()  # beside the weights; on a CPU a start would take longer for it
         model = load_model(
             config.folder,
             group=group,
@@ -158,16 +165,10 @@ class Rank:
         ring_bytes += snapshots * snapshot_bytes(rings)
         wants_graphs = config.graphs and captures_steps(device)
         sampling = _sampling(config, model, width, group, device)
-        vocab, eos_ids = model.config.vocab_size, model.config.eos_ids
         masks = constrained = None
-        self.grammars: Compiler | None = None
-        """Compiler of grammars, on rank 0."""
-        if group.mesh.heads.first:
+        if self.grammars is not None:
             masks = StepMasks(config.max_rows * width, vocab, device)
-            self.grammars = Compiler(config.folder, vocab, eos_ids, on_grammar, on_grammar_progress)
             constrained = ConstrainedRows(vocab, eos_ids, self.grammars.ready)
-            if device.type == "cuda":
-                self.grammars.prepare()  # on a CPU a start would take longer for it
 
         def runner(pages: int, context: int, place: CachePlace | None = None) -> Runner:
             of_slots = rings, config.max_rows, snapshots

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from workers.vocabulary.spelling import byte_vocabulary
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from workers.vocabulary.library import PreTrainedTokenizerFast
 
 ADDS_BOS_BY_DEFAULT: Final = ("Llama", "CodeLlama", "Gemma")
 """Prefixes of the names of tokenizer classes that put the begin-of-sequence id before a text unless `add_bos_token` is
@@ -27,9 +27,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     # The base class takes tokenizer.json as it is; the class a folder names may rebuild it by other rules.
-    from transformers import PreTrainedTokenizerFast
-
     from workers.vocabulary import tiktoken
+    from workers.vocabulary.library import PreTrainedTokenizerFast
 
     try:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES if name != tiktoken.VOCABULARY):

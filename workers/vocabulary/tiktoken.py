@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from workers.vocabulary.library import PreTrainedTokenizerFast
 from workers.vocabulary.spelling import byte_alphabet
 
 VOCABULARY: Final = "tiktoken.model"

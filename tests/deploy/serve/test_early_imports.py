@@ -48,12 +48,14 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(os, "sched_getaffinity", lambda process, cores=cores: set(range(cores)))
         with pytest.raises(Started) as started:
             app.launch(config(port=0), lambda line: None)
-        assert bool(started.value.args[0]) == early
+        variables = started.value.args[0]
+        assert (early_imports.EARLY in variables) == early
+        assert variables[early_imports.PRELOADED].split(",")[-1] == "deploy.serve.preload"
 
 
 def test_modules_that_somebody_else_wants_loaded_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_preload_python_modules", "json,colorsys")
-    modules = early_imports.environment(config(), 1000)["RAY_preload_python_modules"]
+    modules = early_imports.preloaded()["RAY_preload_python_modules"]
     assert modules.split(",") == ["json", "colorsys", "deploy.serve.preload"]
 
 

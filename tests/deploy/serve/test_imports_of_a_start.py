@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,16 @@ PROGRAM = """
 import sys
 from deploy.config.application import ServeConfig
 from deploy.serve import app
-print(sorted({"ray", "torch", "transformers"} & set(sys.modules)))
+print(sorted({"ray", "torch", "transformers", "httpx"} & set(sys.modules)))
 app._import_what_follows()
 before = set(sys.modules)
 config = ServeConfig.model_validate({"engine": {"model": "demo", "device": "cpu"}})
 app.build_app(config)
 app._reached_at = lambda *_: ""
 app.Running(config, None)
-print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in ("ray", "deploy", "workers")))
+print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] in ("ray", "deploy", "workers", "httpx")))
+app._health_problem("http://127.0.0.1:1")
+print("httpx" in set(sys.modules) - before)
 print(sorted({"torch", "transformers"} & set(sys.modules)))
 """
 
@@ -44,11 +47,55 @@ from deploy.serve.under_serve import UnderServe
 print(sorted(set(sys.modules) - before))
 """
 
+GRAMMARS = """
+import sys
+from deploy.config.application import ServeConfig
+from deploy.serve.replica import import_what_checks_grammars, read_what_answers
+def there():
+    return sorted({"torch", "xgrammar", "transformers"} & set(sys.modules))
+def config(gpus_per_rank):
+    return ServeConfig.model_validate({"engine": {"model": "demo"}, "gpus_per_rank": gpus_per_rank})
+tokenizer = read_what_answers(config(0))
+print(there())
+print(import_what_checks_grammars(config(0)))
+import_what_checks_grammars(config(1)).join()
+print(there())
+from deploy.api.job.constraint import problem_of
+from workers.protocol.grammar import Grammar
+try:
+    print(problem_of(Grammar("regex", "[a-z]+")), problem_of(Grammar("regex", "(")) is None)
+except OSError as error:
+    print(error)
+print(tokenizer.encode("a") == read_what_answers(config(0)).encode("a"))
+"""
 
-def run(program: str) -> list[str]:
-    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+
+def run(program: str, **environment: str) -> list[str]:
+    given = {**os.environ, **environment}
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=given, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
+
+
+def test_a_front_of_ranks_on_gpus_can_check_grammars_before_it_serves() -> None:
+    assert run(GRAMMARS) == [
+        "['transformers']",
+        "None",
+        "['torch', 'transformers', 'xgrammar']",
+        "None False",
+        "True",
+    ]
+
+
+def test_a_front_that_cannot_check_grammars_serves_whatever_has_none(tmp_path: Path) -> None:
+    (tmp_path / "xgrammar.py").write_text("raise OSError('libxgrammar.so: cannot open shared object file')")
+    assert run(GRAMMARS, PYTHONPATH=str(tmp_path)) == [
+        "['transformers']",
+        "None",
+        "['transformers']",
+        "libxgrammar.so: cannot open shared object file",
+        "True",
+    ]
 
 
 def test_a_front_begins_its_ranks_before_it_imports_what_makes_answers() -> None:
@@ -57,4 +104,4 @@ def test_a_front_begins_its_ranks_before_it_imports_what_makes_answers() -> None
 
 
 def test_what_follows_is_imported_while_the_command_waits_for_ray() -> None:
-    assert run(PROGRAM) == ["[]", "[]", "[]"]
+    assert run(PROGRAM) == ["[]", "[]", "False", "[]"]
