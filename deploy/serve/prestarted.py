@@ -43,9 +43,7 @@ from workers.rank.role import Role
 logger = logging.getLogger("latentserve.prestarted")
 
 SWITCH: Final = "LATENTSERVE_PRESTARTED_RANKS"
-"""Environment variable: 0 has no rank start ahead of Ray, 1 has them do so, on GPUs, too, and on however few cores."""
-ON_GPUS: Final = False
-"""Whether ranks on GPUs start ahead of Ray where `SWITCH` does not say: not before it was tried and timed there."""
+"""Environment variable: 0 has no rank start ahead of Ray, 1 has them do so on however few cores."""
 FOLDER: Final = "LATENTSERVE_PRESTARTED_RANKS_IN"
 """Environment variable of all processes of a Ray with such ranks: the folder of their sockets, their user's alone."""
 MODULE: Final = "deploy.serve.prestarted_rank"
@@ -170,11 +168,10 @@ class PrestartedRanks:
 
 def begin(config: ServeConfig, cores: int, gpus: int, sessions: Sessions) -> PrestartedRanks | None:
     """Start the ranks of a Ray of our own, on a node of so many cores and visible GPUs, before that starts. None where
-    the cores are not `early_imports.enough`, nor the GPUs, where GPUs are shared, where `SWITCH` or `ON_GPUS` is
-    against it, and where they cannot be started."""
+    the cores are not `early_imports.enough`, nor the GPUs, where GPUs are shared, where `SWITCH` is against it, and
+    where they cannot be started."""
     switch, config = os.environ.get(SWITCH), config.settled(gpus_there=gpus > 0)
-    by_itself = early_imports.enough(cores, config) and (ON_GPUS or not config.gpus_per_rank)
-    if switch == "0" or not (switch == "1" or by_itself):
+    if switch == "0" or not (switch == "1" or early_imports.enough(cores, config)):
         return None
     ranks = config.least_replicas * config.engine.mesh().world.size
     if config.gpus_per_rank not in (0, 1) or config.gpus_per_rank * ranks > gpus:

@@ -485,7 +485,7 @@ def test_a_signal_at_the_very_end_of_a_start_ends_ray_too(monkeypatch: pytest.Mo
         ("1", 2, 0, {}, True),
         ("0", 1000, 0, {}, False),
         ("1", 2, 1, {"gpus_per_rank": 1}, True),
-        (None, 1000, 1, {"gpus_per_rank": 1}, prestarted.ON_GPUS),
+        (None, 1000, 1, {"gpus_per_rank": 1}, True),
         ("1", 2, 1, {"gpus_per_rank": 1, "replicas": 2}, False),
         ("1", 2, 1, {"gpus_per_rank": 0.5}, False),
     ],
