@@ -268,6 +268,10 @@ SUMS_OF_GROUPS = Product(128, 64, 9, 4, tma=True)
 GROUPS_OF_AN_ITEM: Final = 2
 """Groups of a work item there. With one, items end after as few as three stages; with more, the programs that are left
 over at the end take longer."""
+MOST_IN_A_RING: Final = 256
+"""Tokens that an expert may have on average there. More have the Triton kernel, which gives the same bits: its tiles
+find their weights in L2. Of DeepSeek-V2-Lite on one H200 it took 120 us for 64 tokens where the ring took 102, 404 and
+398 for 1,024, and 2,636 and 2,808 for 8,192 (`python bench/moe.py --model v2-lite+shared --groups 8`)."""
 SCALED = {
     0: PRODUCTS[0],
     16: (Product(64, 128, 4, 4, 128, tma=True), Product(128, 128, 4, 4, 128, tma=True)),
@@ -301,7 +305,7 @@ def tiling(shape: ExpertsShape, stored: tuple[Stored, Stored] = (PLAIN, PLAIN)) 
         if stored[0] == PLAIN and programs <= FEW_PROGRAMS * shape.hopper:
             tiles = replace(tiles, gate_up=FEW_IN_GROUPS[0])
         tiles = fitted(tiles, shape)
-        if stored[1] == PLAIN and shape.hopper and shape.for_group_sums:
+        if stored[1] == PLAIN and shape.hopper and shape.for_group_sums and shape.mean <= MOST_IN_A_RING:
             return group_sums(tiles, shape, shape.hopper)
         return replace(tiles, walked=walked(tiles, shape))
     mean = shape.mean

@@ -232,12 +232,14 @@ def test_memory_follows_from_the_sizes() -> None:
 
 @pytest.mark.parametrize(("ranks", "walked"), [(1, 2), (4, 2), (8, 1)])
 def test_sums_of_groups_have_a_kernel_of_their_own_on_hopper(ranks: int, walked: int) -> None:
-    """Those of DeepSeek-V2-Lite, whose experts' features are shared out, for any number of tokens."""
+    """Those of DeepSeek-V2-Lite, whose experts' features are shared out, but of very many tokens."""
     alone = schedule.ExpertsShape(1, 8, 66, 2048, 1408 // ranks, groups=8 // ranks, hopper=132)
-    for tokens in (1, 2, 64, 5000):
+    for tokens in (1, 2, 64, 2000, 5000):
         tiling = schedule.tiling(replace(alone, tokens=tokens))
-        assert (tiling.walked, tiling.down_programs) == (walked, 132)
-        assert not schedule.tiling(replace(alone, tokens=tokens, hopper=0)).down_programs
+        portable = schedule.tiling(replace(alone, tokens=tokens, hopper=0))
+        assert Workspace.bytes(alone, tiling) == Workspace.bytes(alone, portable)
+        assert (tiling.walked, tiling.down_programs) == ((walked, 132) if tokens <= 2000 else (1, 0))
+        assert not portable.down_programs
         assert not schedule.tiling(replace(alone, tokens=tokens, groups=0)).down_programs
 
 
@@ -258,7 +260,8 @@ def test_hopper_takes_the_tallest_tiles_of_what_its_kernels_take() -> None:
     for other in (
         replace(many, tokens=256),
         replace(many, tokens=1),
-        replace(many, groups=8),
+        replace(many, groups=8, dtype=torch.float32),
+        replace(many, groups=8, hidden=112),
         replace(many, dtype=torch.float32),
         replace(many, hidden=48),
         replace(many, intermediate=16),
