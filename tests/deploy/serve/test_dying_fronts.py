@@ -254,7 +254,6 @@ def test_an_answer_waits_for_no_front_longer_than_its_patience_or_where_one_make
 def test_a_front_whose_watchdog_is_killed_goes_on(zygote: Zygote, undisturbed: Any) -> None:
     front = zygote.front(pause_s=0.01)
 
-
     def kill() -> None:
         os.kill(front["watchdog"], signal.SIGKILL)
 

@@ -104,8 +104,8 @@ def test_a_wait_without_a_message_ends_after_its_time() -> None:
     try:
         waits: list[float] = []
         deadline = time.monotonic() + 60
-        # What the system adds is not ours, and a busy one adds milliseconds to most waits. A poll would wait for a whole
-        # millisecond every time.
+        # What the system adds is not ours, and a busy one adds milliseconds to most waits. A poll would wait for a
+        # whole millisecond every time.
         while len(waits) < 50 or min(waits[10:]) >= 900e-6:
             assert time.monotonic() < deadline, f"the shortest wait took {min(waits[10:])} s"
             begin = time.perf_counter()
