@@ -209,7 +209,7 @@ class Watch:
                 continue
             broken = self._sessions.look(ending)
             late = time.monotonic() >= self._deadline and not self._sessions.joined  # that one is not ours to end
-            if ending and (broken or late):
+            if ending and (broken or late) and not self._over.is_set():  # it may be over since the loop began to look
                 self._end("Ray was ended by somebody else" if broken else "Ray did not end in time")
                 return
 

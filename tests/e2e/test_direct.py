@@ -93,18 +93,21 @@ def test_one_request_id_reaches_the_client(server: Server) -> None:
 
 def test_live_shows_the_replica_and_what_was_proven(server: Server) -> None:
     body = {"model": "demo", "prompt": "def f(x):", "max_tokens": 32, "ignore_eos": True}
-    assert httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60).status_code == 200
-    time.sleep(1.1)  # an answer is kept for a second, and the scheduler reports ten times in it
-    answer = httpx.get(f"{server.url}/live", trust_env=False, timeout=60)
-    assert answer.status_code == 200
-    live = answer.json()
-    [replica] = live["replicas"]
+    deadline = time.monotonic() + 60
+    while True:
+        assert httpx.post(f"{server.url}/v1/completions", json=body, trust_env=False, timeout=60).status_code == 200
+        time.sleep(1.1)  # an answer is kept for a second, and the scheduler reports ten times in it
+        answer = httpx.get(f"{server.url}/live", trust_env=False, timeout=60)
+        assert answer.status_code == 200
+        live = answer.json()
+        [replica] = live["replicas"]
+        figures = replica["figures"]
+        if figures["acceptance"] and figures["window_s"] > 0:
+            break  # on a busy machine it reports later
+        assert time.monotonic() < deadline, live
     assert replica["state"] == "serving"
     assert replica["name"] == live["replica"] == answer.headers["x-latentserve-replica"]
-    figures = replica["figures"]
     assert figures["slots"] == 16
-    assert figures["window_s"] > 0
-    assert len(figures["acceptance"]) >= 1
     assert live["selftest"] == httpx.get(f"{server.url}/selftest", trust_env=False, timeout=60).json()
 
 
@@ -268,7 +271,7 @@ async def test_ctrl_c_lets_streams_finish_and_leaves_nothing_behind(server: Serv
     assert result.done, result.broken or result.error
     assert sum(len(event["choices"][0]["text"]) > 0 for event in result.events if event["choices"]) > 100
     assert result.ended > begun
-    assert server.ended(30) == 0
+    assert server.ended() == 0
     wait_gone(pids)
     # Nothing else on the terminal, for all that was killed above.
     assert [line.partition(":")[0] for line in server.lines if "draining" in line or "stopped" in line] == [

@@ -1,6 +1,7 @@
 """One replica whose scheduler and ranks are killed: streams wait for those that take their places, and go on."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -39,9 +40,13 @@ def standing_by(server: Server) -> list[int]:
 
 def keepers(server: Server) -> list[int]:
     """Return the weight keepers, each a child of a front."""
-    fronts = server.pids("ray::ServeReplica:latentserve:engine")
-    children = [child for front in fronts for child in psutil.Process(front).children()]
-    return [child.pid for child in children if any("keeper_process" in part for part in child.cmdline())]
+    found = []
+    for front in server.pids("ray::ServeReplica:latentserve:engine"):
+        for child in psutil.Process(front).children():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if any("keeper_process" in part for part in child.cmdline()):
+                    found.append(child.pid)
+    return found
 
 
 @pytest.mark.parametrize("victim", ["ray::WorkerActor.run", "ray::SchedulerActor.run"])

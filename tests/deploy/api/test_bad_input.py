@@ -55,7 +55,7 @@ def url(engine: FakeEngine) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def http(url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=10, headers=JSON) as client:
+    with httpx.Client(base_url=url, headers=JSON) as client:
         yield client
 
 

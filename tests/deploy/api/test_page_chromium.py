@@ -20,11 +20,11 @@ from workers.protocol.plan import TopLogprobs
 
 sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 CHROMIUM = chromium()
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium; CONTRIBUTING.md says how to install one"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.alone,
     pytest.mark.long,
 ]
@@ -90,7 +90,7 @@ def page(browser: Any, url: str) -> Iterator[Any]:
     """The page with its key given; every error of its scripts, and all that its policy forbids, fails the test."""
     context = browser.new_context()
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda line: wrong.append(line.text) if "Content Security Policy" in line.text else None)

@@ -102,6 +102,7 @@ def proxy(rendered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     yield parent, pid
     parent.kill()
     parent.wait()
+    until_it_has_ended(pid)  # the next one listens at the same port, and both of them would be connected to
 
 
 @pytest.fixture
@@ -273,13 +274,17 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> None:
-    parent, pid = proxy
-    parent.kill()
+def until_it_has_ended(pid: int) -> None:
     deadline = time.monotonic() + 60
     while runs(pid):
         assert time.monotonic() < deadline, "HAProxy outlived its parent"
         time.sleep(0.02)
+
+
+def test_haproxy_ends_with_its_parent(proxy: tuple[subprocess.Popen, int]) -> None:
+    parent, pid = proxy
+    parent.kill()
+    until_it_has_ended(pid)
 
 
 def test_a_reloaded_haproxy_ends_with_its_last_stream_and_passes_on_what_is_new(

@@ -105,6 +105,7 @@ def test_a_cleanup_process_that_has_hardly_begun_ignores_signals(tmp_path: Path)
 
 def test_the_end_takes_what_does_not_end_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "LEAVE_S", 0.1)
+    monkeypatch.setattr(sessions, "LIMIT_S", 60.0)
     folder = tmp_path / "folder"
     folder.mkdir()
     services = SimpleNamespace(ConsolePopen=subprocess.Popen)
@@ -153,6 +154,16 @@ def test_a_process_that_does_not_end_in_time_is_ended(monkeypatch: pytest.Monkey
         assert ("somebody else" in said[-1]) == broken
     one = watch(False, 0.05)
     one.over()
+    one.stop()
+    assert not ended.wait(0.2)
+    one = watch(False, 0.05)
+
+    def over_meanwhile(ending: bool) -> bool:
+        if ending:
+            one.over()
+        return ending
+
+    one._sessions.look = over_meanwhile
     one.stop()
     assert not ended.wait(0.2)
     one = watch(False, 0.05, joined=True)  # it ends in its own time

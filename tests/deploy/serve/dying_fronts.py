@@ -91,12 +91,12 @@ class Front:
     application is done with an answer)."""
     count: int = 0
     """At which of these events, counted from 1, it ends itself."""
+    answers: int = 0
+    """How many answers must have begun before: those of clients that a busy machine keeps waiting, too."""
     fault: str = ""
     """A fault that is planted in it."""
     pause_s: float = 0.0
     fingerprint: str = "same"
-    silence_s: float = 10.0
-    """How long it may be silent before its watchdog ends it."""
     stalled: bool = False
     """Whether the kernel takes few bytes."""
     shared: str = ""
@@ -122,13 +122,14 @@ def serve(front: Front, listener: socket.socket, say: Callable[[str], None]) -> 
     from deploy.serve.stream_watchdog import StreamWatchdog
     from deploy.serve.under_serve import UnderServe
 
-    events = 0
+    events = begun = 0
 
     def happened(event: str) -> None:
-        nonlocal events
+        nonlocal events, begun
+        begun += event == "begun"
         if event == front.event:
             events += 1
-            if events == front.count:
+            if events >= front.count and begun >= front.answers:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     plant(front, happened, Journal)
@@ -146,7 +147,7 @@ def serve(front: Front, listener: socket.socket, say: Callable[[str], None]) -> 
     async def main() -> None:
         words = [engine_down("the replica's front died").event(path) for path in FAILURES]
         shared = Path(front.shared) if front.shared else None
-        watchdog = StreamWatchdog(words, silence_s=front.silence_s, shared=shared, patience_s=front.patience_s)
+        watchdog = StreamWatchdog(words, shared=shared, patience_s=front.patience_s)
         arrivals = Arrivals()
         heir = Heir(app, watchdog, lambda: front.fingerprint, (b"x-latentserve-replica", b"heir"), arrivals, shared)
         journals = Journals(watchdog, lambda: front.fingerprint)

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,20 +113,24 @@ def same(found: Received, expected: Received, request: str) -> None:
         assert found.body == expected.body
 
 
-def wait_for_the_end_of(front: dict[str, Any]) -> None:
+def until(condition: Callable[[], bool], what_else: str) -> None:
     deadline = time.monotonic() + 60
-    while is_alive(front["pid"]) or is_alive(front["watchdog"]):
-        assert time.monotonic() < deadline, "it, or its watchdog, outlived it"
+    while not condition():
+        assert time.monotonic() < deadline, what_else
         time.sleep(0.005)
 
 
-def open_files(front: dict[str, Any]) -> int:
-    """Return how many files a front without answers has open, once it has closed what it needed to begin."""
-    counts = [0]
-    while len(counts) < 10 or len(set(counts[-10:])) > 1:
-        time.sleep(0.01)
-        counts.append(len(os.listdir(f"/proc/{front['pid']}/fd")))
-    return counts[-1]
+def wait_for_the_end_of(front: dict[str, Any]) -> None:
+    until(lambda: not (is_alive(front["pid"]) or is_alive(front["watchdog"])), "it, or its watchdog, outlived it")
+
+
+def has_a_journal(front: dict[str, Any]) -> bool:
+    """Whether a front has that of an answer which it goes on with."""
+    for name in os.listdir(f"/proc/{front['pid']}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            if "latentserve-journal" in os.readlink(f"/proc/{front['pid']}/fd/{name}"):
+                return True
+    return False
 
 
 PAIRS = [(r, s, w) for r in REQUESTS for s in (True, False) for w in (STREAMED if s else WHOLE)]
@@ -157,12 +161,15 @@ def test_a_front_that_goes_on_may_die_as_well(
 ) -> None:
     """Between taking an answer over and saying so, too: nobody, or two fronts, would go on with it otherwise."""
     expected = undisturbed[request_, True]
-    second = zygote.front(heirs=[heir["heir"]], event=event, count=1 if event == "taken" else 7)
-    first = zygote.front(heirs=[second["heir"], heir["heir"]], event="journalled", count=9)
-    found = ask(first["port"], *asked(request_, True), request_)
-    for victim in (first, second):
-        wait_for_the_end_of(victim)
-    same(found, expected, request_)
+    for _ in range(20):
+        second = zygote.front(heirs=[heir["heir"]], event=event, count=1 if event == "taken" else 7)
+        first = zygote.front(heirs=[second["heir"], heir["heir"]], event="journalled", count=9)
+        found = ask(first["port"], *asked(request_, True), request_)
+        wait_for_the_end_of(first)
+        same(found, expected, request_)
+        if not is_alive(second["pid"]):
+            break  # unless the other one was asked as well, because a busy machine gave this one no processor
+    wait_for_the_end_of(second)
 
 
 def test_an_answer_that_fronts_die_of_is_given_to_no_further_one(zygote: Zygote, heir: dict[str, Any]) -> None:
@@ -184,7 +191,7 @@ def test_a_stopped_front_is_ended_and_a_dead_heir_is_passed_by(
     gone = zygote.front()
     os.kill(gone["pid"], signal.SIGKILL)
     wait_for_the_end_of(gone)
-    stopped = zygote.front(heirs=[gone["heir"], heir["heir"]], pause_s=0.02, silence_s=1.0)
+    stopped = zygote.front(heirs=[gone["heir"], heir["heir"]], pause_s=0.02)
     found = ask(
         stopped["port"], *asked("message", True), "message", then=lambda: os.kill(stopped["pid"], signal.SIGSTOP)
     )
@@ -246,11 +253,14 @@ def test_an_answer_waits_for_no_front_longer_than_its_patience_or_where_one_make
 
 def test_a_front_whose_watchdog_is_killed_goes_on(zygote: Zygote, undisturbed: Any) -> None:
     front = zygote.front(pause_s=0.01)
-    threading.Timer(0.2, os.kill, (front["watchdog"], signal.SIGKILL)).start()
-    for _ in range(2):  # the second one begins when it is gone
-        found = ask(front["port"], *asked("message", True), "message")
+
+    def kill() -> None:
+        os.kill(front["watchdog"], signal.SIGKILL)
+
+    for then in (kill, lambda: None):  # the second answer begins when it is gone
+        found = ask(front["port"], *asked("message", True), "message", then=then)
         assert found.body == undisturbed["message", True].body
-        assert not is_alive(front["watchdog"])
+        until(lambda: not is_alive(front["watchdog"]), "it was killed")
 
 
 def test_a_watchdog_that_is_killed_while_answers_wait_leaves_no_client_waiting(
@@ -265,7 +275,7 @@ def test_a_watchdog_that_is_killed_while_answers_wait_leaves_no_client_waiting(
     reader.join(0.3)
     assert not found
     os.kill(victim["watchdog"], signal.SIGKILL)
-    reader.join(20)
+    reader.join(60)
     assert undisturbed["message", True].body.startswith(found[0].body)
     assert b"message_stop" not in found[0].body
 
@@ -276,17 +286,16 @@ def test_an_answer_that_was_taken_over_needs_the_watchdog_no_more(zygote: Zygote
     def read(found: list[Received], port: int) -> None:
         found.append(ask(port, *asked("message", True), "message"))
 
-    heir = zygote.front(pause_s=0.02)
-    files, seen = open_files(heir), False
+    heir, seen = zygote.front(pause_s=0.02), False
     while not seen:  # a busy machine may give this process no processor before the answer is over
+        until(lambda: not has_a_journal(heir), "that of the answer before")
         victim = zygote.front(heirs=[heir["heir"]], event="sent", count=6)
         found: list[Received] = []
         reader = threading.Thread(target=read, args=(found, victim["port"]))
         reader.start()
         while reader.is_alive() and not seen:
             time.sleep(0.001)
-            # A channel, the connection and its journal.
-            seen = len(os.listdir(f"/proc/{heir['pid']}/fd")) >= files + 3
+            seen = has_a_journal(heir)
         with contextlib.suppress(ProcessLookupError):  # it has ended, unless the machine is busy
             os.kill(victim["watchdog"], signal.SIGKILL)
         reader.join(60)
@@ -301,7 +310,7 @@ def test_many_answers_at_once_and_clients_that_read_slowly(zygote: Zygote, heir:
     expected = {name: ask(heir["port"], path, body, name).body for name in ("0", "1", "2", "3")}
     assert len(set(expected.values())) == 4
     heirs = [f"{heir['heir']}-of-one-that-died", heir["heir"]]
-    victim = zygote.front(heirs=heirs, event="journalled", count=400, stalled=True)
+    victim = zygote.front(heirs=heirs, event="journalled", count=400, answers=len(expected), stalled=True)
     found: dict[str, bytes] = {}
 
     def read(name: str) -> None:
@@ -331,7 +340,6 @@ def test_a_client_that_leaves_meanwhile_is_left_alone(zygote: Zygote) -> None:
     import socket
 
     heir = zygote.front(pause_s=0.2)  # it writes for many seconds
-    files = open_files(heir)
     victim = zygote.front(heirs=[heir["heir"]], event="sent", count=5)
     raw = b'{"model": "tiny", "prompt": "Hi", "max_tokens": 400, "stream": true}'
     with socket.create_connection(("127.0.0.1", victim["port"])) as client:
@@ -341,11 +349,8 @@ def test_a_client_that_leaves_meanwhile_is_left_alone(zygote: Zygote) -> None:
             + raw
         )
         wait_for_the_end_of(victim)
-        assert len(os.listdir(f"/proc/{heir['pid']}/fd")) > files
-    deadline = time.monotonic() + 60
-    while len(os.listdir(f"/proc/{heir['pid']}/fd")) > files:
-        assert time.monotonic() < deadline, "what it held for the client is still there"
-        time.sleep(0.02)
+        assert has_a_journal(heir)
+    until(lambda: not has_a_journal(heir), "what it held for the client is still there")
     assert ask(heir["port"], "/v1/completions", {"prompt": "Hi", "max_tokens": 4}, "x").head.startswith(b"HTTP/1.1 200")
 
 

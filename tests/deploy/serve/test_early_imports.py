@@ -107,6 +107,7 @@ def test_a_proxy_of_the_web_is_not_asked(monkeypatch: pytest.MonkeyPatch, caplog
         for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody listens there
+        monkeypatch.setattr(early_imports, "CALL_S", 60.0)
         monkeypatch.setenv(early_imports.EARLY, str(time.time() + 60))
         monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01000000"))
         node = SimpleNamespace(node_ip_address="127.0.0.1", node_manager_port=port)

@@ -122,9 +122,11 @@ async def test_what_a_scheduler_gives_to_keys_is_told_to_those_of_other_replicas
         status_store.close()
 
 
-async def test_the_dead_are_forgotten(store: Store) -> None:
+async def test_the_dead_are_forgotten(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_status_store, "FORGET_S", 100.0)
+    monkeypatch.setattr(key_status_store, "DROP_S", 600.0)
     ring = KeyRing((SETTINGS,))
-    for name, age in (("dead", 30.0), ("long dead", 100.0), ("alive", 1.0)):
+    for name, age in (("dead", 300.0), ("long dead", 1000.0), ("alive", 1.0)):
         report = {"at": time.time() - age, "keys": {"app": {"requests": 1.0, "sequences": 2}}}
         store.values[f"keys/app/{name}".encode()] = msgspec.msgpack.encode(report)
     store.values[b"keys/app/of another version"] = b"\xff"

@@ -21,6 +21,8 @@ class Store:
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
+        """Another dictionary after every change, so that whoever goes through one is not disturbed by other threads."""
+        self._changing = threading.Lock()
         self.held = threading.Event()
         self.held.set()
         self.broken = False
@@ -33,9 +35,9 @@ class Store:
             return [name for name in self.values if name.startswith(key)]
         if verb == "get":
             return self.values.get(key)
-        if verb == "del":
-            return self.values.pop(key, None)
-        self.values[key] = value
+        with self._changing:
+            kept = {name: kept for name, kept in self.values.items() if name != key}
+            self.values = kept if verb == "del" else {**kept, key: value}
         return True
 
 

@@ -54,12 +54,12 @@ def started(config: ServeConfig) -> Iterator[PrestartedRanks]:
     finally:
         pids = [process.pid for process in ranks._processes]
         ranks.close()
-        assert not any(map(runs, pids))
+        until(lambda: not any(map(runs, pids)))  # it waits a little, and a busy machine takes longer
         assert not ranks._folder.exists()
 
 
-def until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
-    deadline = time.monotonic() + limit_s
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -388,7 +388,7 @@ def test_ranks_have_what_ray_gives_its_workers() -> None:
             [process] = ahead._processes
             assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "1000"
             assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
-            until(lambda: psutil.Process(process.pid).environ().get("TMPDIR") == str(ahead._folder), 10.0)
+            until(lambda: psutil.Process(process.pid).environ().get("TMPDIR") == str(ahead._folder))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -410,7 +410,7 @@ def test_a_killed_command_leaves_no_folder_of_ranks_that_ended_before(tmp_path: 
         until(lambda: not any(map(runs, map(int, pids))))
         command.kill()
         until(lambda: not kept.exists())
-        until(lambda: not Path(folder).exists(), 10.0)
+        until(lambda: not Path(folder).exists())
 
 
 def test_what_is_killed_with_the_command_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,7 +423,7 @@ def test_what_is_killed_with_the_command_is_cleaned_up(tmp_path: Path, monkeypat
         sessions.keep(tmp_path / "folder")
         sessions.end()
         try:
-            assert stuck.wait(5) == -signal.SIGKILL
+            assert stuck.wait(60) == -signal.SIGKILL
         finally:
             stuck.kill()
         assert not folder.exists()
@@ -527,7 +527,12 @@ def test_a_start_that_fails_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def ranks() -> list[int]:
-        return [each.pid for each in psutil.Process().children() if prestarted.MODULE in each.cmdline()]
+        found = []
+        for each in psutil.Process().children():
+            with suppress(psutil.Error):  # what other tests started may have ended
+                if prestarted.MODULE in each.cmdline():
+                    found.append(each.pid)
+        return found
 
     def start(*given: Any) -> None:
         # `Popen` returns while the kernel still executes the program: its command line is empty for a moment more.

@@ -15,7 +15,7 @@ from deploy.serve.progress import ProgressReader, StatusStore, reports
 
 def lines_at_the_end(count: int) -> list[str]:
     """The lines of the only report, once there are so many."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(lines := reports("app")[0].lines if reports("app") else []) < count:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -79,7 +79,7 @@ def test_the_end_is_written_when_it_was_said(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(50):
         made = StatusStore("app", "a")
         made.say("line")
-        made.fail("the cause", lasting=True)
+        made.fail("the cause", lasting=True, wait_s=60.0)
         [report] = reports("app")
         assert (report.failed, report.lasting, report.lines) == ("the cause", True, ["line"])
         while made._writer is not None:
@@ -123,7 +123,7 @@ def test_an_end_that_the_store_refuses_is_logged(
     monkeypatch.setattr(progress, "store", kept)
     made = StatusStore("app", "a")
     kept.broken = True
-    made.fail("the cause")
+    made.fail("the cause", wait_s=60.0)
     assert "could not be reported" in caplog.text
     assert "the head is away" in caplog.text
 

@@ -102,14 +102,16 @@ def test_a_wait_without_a_message_ends_after_its_time() -> None:
     binding = Binding(1, None, ToScheduler, FromWorker)
     plans = connect_receiver(binding.addresses.plans[0], ToWorker, None)
     try:
-        waits = []
-        for _ in range(50):
+        waits: list[float] = []
+        deadline = time.monotonic() + 60
+        # What the system adds is not ours, and a busy one adds milliseconds to most waits. A poll would wait for a
+        # whole millisecond every time.
+        while len(waits) < 50 or min(waits[10:]) >= 900e-6:
+            assert time.monotonic() < deadline, f"the shortest wait took {min(waits[10:])} s"
             begin = time.perf_counter()
             plans.wait(300e-6)
             waits.append(time.perf_counter() - begin)
-        # What the system adds is not ours; a poll would wait for a whole millisecond.
-        assert min(waits[10:]) < 900e-6
-        assert sum(waits[10:]) >= 40 * 300e-6
+        assert sum(waits[10:]) >= len(waits[10:]) * 300e-6
     finally:
         plans.close()
         binding.close()

@@ -59,7 +59,7 @@ def deserted_rank(rank: int, folder: Path, timeout_s: float, silent: bool) -> No
 
 @pytest.mark.parametrize(
     ("timeout_s", "silent"),
-    [pytest.param(30.0, False, marks=pytest.mark.long, id="ended"), pytest.param(3.0, True, id="silent")],
+    [pytest.param(30.0, False, marks=pytest.mark.long, id="ended"), pytest.param(6.0, True, id="silent")],
 )
 def test_a_rank_that_is_gone_or_silent_is_a_lost_peer(tmp_path: Path, timeout_s: float, silent: bool) -> None:
     run_ranks(deserted_rank, 2, tmp_path, timeout_s, silent)

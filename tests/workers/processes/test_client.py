@@ -158,7 +158,7 @@ async def test_a_scheduler_that_falls_silent_is_a_fault() -> None:
             scheduler.say(EngineStats())
             await asyncio.sleep(0.2)
         assert client.fault is None
-        with pytest.raises(EngineFault, match=r"the scheduler has been silent for [12]\.\d s"):
+        with pytest.raises(EngineFault, match=r"the scheduler has been silent for \d+\.\d s"):
             await asyncio.wait_for(anext(stream), 60)
 
 
@@ -262,8 +262,10 @@ async def test_a_scheduler_with_a_pulse_is_alive_though_its_loop_says_nothing() 
             scheduler.binding.pulse.send(Heartbeat(-1))
             await asyncio.sleep(0.2)
         assert client.fault is None
-        await asyncio.sleep(2.0)
-        assert re.fullmatch(r"the scheduler has been silent for [12]\.\d s", client.fault or "")
+        async with asyncio.timeout(60):
+            while client.fault is None:
+                await asyncio.sleep(0.01)
+        assert re.fullmatch(r"the scheduler has been silent for \d+\.\d s", client.fault)
 
 
 async def test_a_front_that_stood_still_gives_nobody_up() -> None:

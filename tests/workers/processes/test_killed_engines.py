@@ -123,7 +123,7 @@ async def test_streams_of_a_killed_engine_get_the_tokens_of_a_run_without_a_deat
                 killing.set()
         return outputs
 
-    async with failing_over(config(folder, heartbeat_timeout_s=5.0, **settings)) as (made, engines):
+    async with failing_over(config(folder, **settings)) as (made, engines):
         readers = [asyncio.create_task(read(made, number)) for number in range(4)]
         await killing.wait()
         assert engines.replica is not None

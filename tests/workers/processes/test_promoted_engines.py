@@ -93,7 +93,7 @@ async def test_streams_go_on_at_the_engine_that_stood_by(folder: Path, victim: s
     prompts = random_prompts(4, 200, seed=77)
     prompts[0] = (prompts[0] * 200)[:200]  # of which three pages are cached
     expected = engine(folder, width=1).generate(prompts, SAMPLINGS)
-    async with front(config(folder, heartbeat_timeout_s=5.0, **settings)) as (made, local):
+    async with front(config(folder, **settings)) as (made, local):
         first = local.current
         for death in range(2):
             await local.stands_by()
@@ -202,7 +202,7 @@ async def test_a_second_death_before_another_stands_by_is_a_start(folder: Path) 
 async def test_one_that_dies_or_fails_a_rehearsal_is_replaced_and_harms_nobody(folder: Path) -> None:
     prompts = random_prompts(1, 60, seed=6)
     [expected] = engine(folder, width=1).generate(prompts, SAMPLINGS[:1])
-    async with front(config(folder, heartbeat_timeout_s=2.0), rehearsal_s=0.3) as (made, local):
+    async with front(config(folder, heartbeat_timeout_s=4.0), rehearsal_s=0.3) as (made, local):
         await local.stands_by()
         serving = local.current
         os.kill(local.made[0].pid("rank 0"), signal.SIGKILL)

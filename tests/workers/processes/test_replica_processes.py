@@ -104,7 +104,7 @@ async def test_refusals_reach_the_caller(folder: Path) -> None:
 @asynccontextmanager
 async def busy_replica(folder: Path, **settings: Any) -> AsyncIterator[tuple[LocalReplica, EngineClient, list[Any]]]:
     """A replica with streams under way; all its processes are gone afterwards."""
-    settings = {"heartbeat_timeout_s": 2.0, "tensor_parallel": 2, **settings}
+    settings = {"heartbeat_timeout_s": 4.0, "tensor_parallel": 2, **settings}
     replica = LocalReplica(config(folder, **settings))
     addresses = replica.connect()
     client = EngineClient(config(folder, **settings), addresses, "tiny")
