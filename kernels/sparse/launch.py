@@ -7,7 +7,7 @@ tables, and bounds of what is scored were written before a plain launch; all els
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -39,6 +39,9 @@ _HEADS_OF_HOPPER = (16, 32, 64, 128)
 _GROUPS = (2, 3)
 """Groups of warps of Hopper's kernel: with half of `_FEW_COLUMNS` or fewer, where memory is what it waits for, and with
 more, where it is the weighing."""
+PAIRS: Final = True
+"""Whether two groups that share pages begin the products of two pages at once (`Groups.pairs`), in place of three
+groups that take one page at a time, where these fill their registers with products. Not timed yet."""
 _STAGES = {2: 8, 3: 9}
 """Pages in its ring, for so many groups."""
 _MOST_WAVES, _NEARLY = 4, 0.97
@@ -204,6 +207,8 @@ def hopper_groups(width: int, heads: int, *, invariant: bool) -> Groups:
     tokens = 1 if invariant else max(1, min(_FEW_COLUMNS // heads, triton.next_power_of_2(width)))
     groups = _GROUPS[0] if tokens * heads <= _FEW_COLUMNS // 2 else _GROUPS[1]
     shared = width > groups * tokens and not invariant
+    if PAIRS and shared and tokens * heads == _FEW_COLUMNS:
+        return Groups(heads=heads, tokens=tokens, groups=2, shared=True, stages=_STAGES[2], pairs=True)
     # A slot of the ring is one group's.
     assert _STAGES[groups] % groups == 0
     return Groups(heads=heads, tokens=tokens, groups=groups, shared=shared, stages=_STAGES[groups])

@@ -3,8 +3,10 @@
 A fetching warp has the copy engine bring pages of keys, and their scales, into a ring in shared memory. Groups of four
 warps multiply a page with the queries of some tokens each (64 keys are the rows, (token, head) pairs the columns), and
 weigh and add up what came out while another group's products keep the tensor cores busy. Where a row has tokens enough
-every group has tokens of its own and all read each page (`SHARED`), so that what is read of the cache serves more of
-them; else all have the same tokens, and pages are dealt out among them.
+every group has tokens of its own and all read each page (`Groups.shared`), so that what is read of the cache serves
+more of them; else all have the same tokens, and pages are dealt out among them. Groups that share pages may begin two
+at once (`Groups.pairs`): then a group's own products keep the tensor cores busy while it weighs those of the page
+before.
 
 Gluon, for compute capability 9.0.
 """
@@ -52,11 +54,14 @@ class Groups(NamedTuple):
     tokens: int
     """Tokens of a group, a power of two."""
     groups: int
-    """Groups of four warps, 2 or 3."""
+    """Groups of four warps, 2 or 3; 2 with `pairs`."""
     shared: bool
     """Whether groups have tokens of their own and share pages; else they have the same tokens and share them out."""
     stages: int
     """Pages in the ring."""
+    pairs: bool = False
+    """Whether a group begins the products of two pages at once, and weighs those of one while the other's are under
+    way. Only where groups share pages."""
 
     @property
     def of_program(self) -> int:
@@ -104,6 +109,12 @@ def boxes(q_THD: Tensor, index_PKE: Tensor, columns: int) -> tuple[TensorDescrip
 def sums_layout(columns):
     """Layout of the products of a page with so many columns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32])
+
+
+@gluon.constexpr_function
+def registers_of(groups):
+    """Registers of a thread that multiplies, of two groups: by the products that it holds."""
+    return 216 if groups.pairs else 168
 
 
 @gluon.jit
@@ -201,6 +212,52 @@ def fetch(boxes, table, tile, pages, table_stride, fault, ring, GROUPS: gl.const
 
 
 @gluon.jit
+def begin_page(queries, at, ring, GROUPS: gl.constexpr):
+    """Begin the products of the queries with the page that is number `at` in the ring. Returns them, on their way, and
+    the scales of its keys."""
+    COLUMNS: gl.constexpr = GROUPS.tokens * GROUPS.heads
+    SUMS: gl.constexpr = sums_layout(COLUMNS)
+    stage = at % GROUPS.stages
+    mbarrier.wait(ring.full.index(stage), at // GROUPS.stages & 1)
+    products = gl.zeros([_PAGE, COLUMNS], gl.int32, SUMS)
+    products = warpgroup_mma(ring.key.index(stage), queries, products, use_acc=False, is_async=True)
+    return products, ring.scale.index(stage).reshape([_PAGE]).load(gl.SliceLayout(1, SUMS))
+
+
+@gluon.jit
+def hand_back(at, ring, GROUPS: gl.constexpr):
+    """Hand back a page of the ring whose products are there."""
+    gl.thread_barrier()
+    mbarrier.arrive(ring.empty.index(at % GROUPS.stages), count=1)
+
+
+@gluon.jit
+def weigh_page(
+    products, factor, page, n, own, w, score, tile, pages, score_stride, GROUPS: gl.constexpr, FIRST: gl.constexpr
+):  # fmt: skip
+    """Weigh a page's products, add up each token's, and write the scores of its keys; `n`: the page's place in its
+    row."""
+    TOKENS: gl.constexpr = GROUPS.tokens
+    out_of_bounds = (page < 0) | (page >= pages)
+    # Exact: integers, of at most 22 bits. Twice what is above 0, exactly, by a sum: conversions keep the pipe of maxima
+    # busy, which is half as wide as that of sums.
+    dot = products.to(gl.float32)
+    dot = (dot + gl.abs(dot)) * w[None, :]
+    sums = gl.sum(gl.reshape(dot, [_PAGE, TOKENS, GROUPS.heads]), 2)
+    OWN: gl.constexpr = sums.type.layout
+    k = n * _PAGE + gl.arange(0, _PAGE, gl.SliceLayout(1, OWN))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, OWN))
+    seen = gl.zeros_like(token)
+    for one in gl.static_range(TOKENS):
+        sees = gl.where(tile.row[FIRST + one] == own, tile.sees[FIRST + one], 0)
+        seen = gl.where(token == one, sees, seen)
+    sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, OWN))[:, None]
+    sums = gl.where(out_of_bounds, float("-inf"), sums)
+    to = score + (tile.first + FIRST + token).to(gl.int64)[None, :] * score_stride + k[:, None]
+    gl.store(to, sums, mask=k[:, None] < seen[None, :])
+
+
+@gluon.jit
 def score_group(
     weight, table, score, tile, pages, table_stride, score_stride, ring, GROUPS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
@@ -224,38 +281,39 @@ def score_group(
         own, longest = turn_of(tile, turn, ALL)
         begin, end, used = pages_of(longest, gl.program_id(0), gl.num_programs(0))
         mine = table + own.to(gl.int64) * table_stride
+        last = gl.maximum(used - 1, 0)
         # A slot of the ring is one group's, whatever rows came before: who skipped a round of a slot would take the
         # phase of its barrier for the one before.
         first = begin + (OFFSET + STEP - seen_pages % STEP) % STEP
-        page = gl.load(mine + gl.minimum(first, gl.maximum(used - 1, 0)), mask=longest > 0, other=0)
+        page = gl.load(mine + gl.minimum(first, last), mask=longest > 0, other=0)
+        if GROUPS.pairs:
+            second = gl.load(mine + gl.minimum(first + 1, last), mask=longest > 0, other=0)
+            pairs = gl.maximum(end - first, 0) // 2
+            for pair in range(pairs):
+                n = first + 2 * pair
+                following = gl.load(mine + gl.minimum(n + 2, last))
+                behind = gl.load(mine + gl.minimum(n + 3, last))
+                at = seen_pages + (n - begin)
+                products, factor = begin_page(queries, at, ring, GROUPS)
+                more, factor_of_more = begin_page(queries, at + 1, ring, GROUPS)
+                products = warpgroup_mma_wait(1, deps=(products,))
+                hand_back(at, ring, GROUPS)
+                weigh_page(products, factor, page, n, own, w, score, tile, pages, score_stride, GROUPS, FIRST)
+                more = warpgroup_mma_wait(0, deps=(more,))
+                hand_back(at + 1, ring, GROUPS)
+                weigh_page(
+                    more, factor_of_more, second, n + 1, own, w, score, tile, pages, score_stride, GROUPS, FIRST
+                )  # fmt: skip
+                page = following
+                second = behind
+            first += 2 * pairs
         for n in range(first, end, STEP):
-            following = gl.load(mine + gl.minimum(n + STEP, used - 1))
-            out_of_bounds = (page < 0) | (page >= pages)
+            following = gl.load(mine + gl.minimum(n + STEP, last))
             at = seen_pages + (n - begin)
-            stage = at % GROUPS.stages
-            mbarrier.wait(ring.full.index(stage), at // GROUPS.stages & 1)
-            products = gl.zeros([_PAGE, COLUMNS], gl.int32, SUMS)
-            products = warpgroup_mma(ring.key.index(stage), queries, products, use_acc=False, is_async=True)
-            factor = ring.scale.index(stage).reshape([_PAGE]).load(gl.SliceLayout(1, SUMS))
+            products, factor = begin_page(queries, at, ring, GROUPS)
             products = warpgroup_mma_wait(0, deps=(products,))
-            gl.thread_barrier()
-            mbarrier.arrive(ring.empty.index(stage), count=1)
-            # Exact: integers, of at most 22 bits. Twice what is above 0, exactly, by a sum: conversions keep the pipe
-            # of maxima busy, which is half as wide as that of sums.
-            dot = products.to(gl.float32)
-            dot = (dot + gl.abs(dot)) * w[None, :]
-            sums = gl.sum(gl.reshape(dot, [_PAGE, TOKENS, GROUPS.heads]), 2)
-            OWN: gl.constexpr = sums.type.layout
-            k = n * _PAGE + gl.arange(0, _PAGE, gl.SliceLayout(1, OWN))
-            token = gl.arange(0, TOKENS, gl.SliceLayout(0, OWN))
-            seen = gl.zeros_like(token)
-            for one in gl.static_range(TOKENS):
-                sees = gl.where(tile.row[FIRST + one] == own, tile.sees[FIRST + one], 0)
-                seen = gl.where(token == one, sees, seen)
-            sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, OWN))[:, None]
-            sums = gl.where(out_of_bounds, float("-inf"), sums)
-            to = score + (tile.first + FIRST + token).to(gl.int64)[None, :] * score_stride + k[:, None]
-            gl.store(to, sums, mask=k[:, None] < seen[None, :])
+            hand_back(at, ring, GROUPS)
+            weigh_page(products, factor, page, n, own, w, score, tile, pages, score_stride, GROUPS, FIRST)
             page = following
         seen_pages += gl.maximum(end - begin, 0)
 
@@ -322,5 +380,5 @@ def score_pages_hopper(
                 (fetch, (boxes, table, tile, pages, table_stride, fault, ring, GROUPS)),
             ],
             [4, 1],
-            [168, 24],
+            [registers_of(GROUPS), 24],
         )

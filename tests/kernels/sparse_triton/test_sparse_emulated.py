@@ -189,13 +189,16 @@ def test_tokens_of_a_row_share_what_is_read() -> None:
         ([(130, 3), (70, 3)], 3, 32, 1),
         ([(300, 5), (70, 1), (200, 3)], 0, 64, 2),
         ([(300, 21), (7, 7)], 0, 32, 3),
+        ([(700, 9), (64, 20), (130, 7), (0, 7), (320, 8)], 0, 64, 2),
+        ([(1200, 12)], 0, 64, 1),
     ],
 )
 @pytest.mark.parametrize("invariant", [False, True])
 def test_scores_on_hopper(
     rows: list[tuple[int, int]], width: int, index_heads: int, programs: int, invariant: bool, monkeypatch: Any
 ) -> None:
-    """Tokens of a row, of several rows in one tile, and none; more pages than the ring has, and than shares."""
+    """Tokens of a row, of several rows in one tile, and none; more pages than the ring has, and than shares; odd
+    numbers of them and even ones."""
     monkeypatch.setattr(launch, "multiprocessors", lambda _: programs)
     sizes: dict[str, Any] = {"width": width, "index_heads": index_heads, "invariant": invariant, "heads": 1}
     case = Sparse(rows, dtype=torch.bfloat16, fp8=True, kernels=True, hopper=True, dependent=True, **sizes)
