@@ -80,12 +80,13 @@ def fetch(
     STEPS: gl.constexpr = (COUNT + STEP - 1) // STEP
     SHARES: gl.constexpr = GROUPS // WALK
     AHEAD: gl.constexpr = min(WALK * STEPS, STAGES)
-    tiles = gl.load(table)
-    settled = gl.load(table + 1)
+    # .cg: a dependent launch may find lines of an earlier table in L1.
+    tiles = gl.load(table, cache_modifier=".cg")
+    settled = gl.load(table + 1, cache_modifier=".cg")
     number = gl.program_id(0)
-    item = work_item(table, tiles, settled, number, BLOCKS * SHARES, 1)
+    item = work_item(table, tiles, settled, number, BLOCKS * SHARES, 1, DEPENDENT)
     number += gl.num_programs(0)
-    following = work_item(table, tiles, settled, number, BLOCKS * SHARES, 1)
+    following = work_item(table, tiles, settled, number, BLOCKS * SHARES, 1, DEPENDENT)
     announce(item, pipe, 0)
     if item.block >= 0:
         for i in range(AHEAD):
@@ -118,7 +119,7 @@ def fetch(
         turn += 1
         item = following
         number += gl.num_programs(0)
-        following = work_item(table, tiles, settled, number, BLOCKS * SHARES, 1)
+        following = work_item(table, tiles, settled, number, BLOCKS * SHARES, 1, DEPENDENT)
         announce(item, pipe, turn)
     if DEPENDENT:
         let_kernel_after_start()
@@ -143,7 +144,7 @@ def multiply(
         wait_for_kernel_before()
     while item.block >= 0:
         inside = m < item.pairs
-        pair = gl.load(sorted_pair + item.first + m, mask=inside, other=0)
+        pair = gl.load(sorted_pair + item.first + m, mask=inside, other=0, cache_modifier=".cg")
         feature = block_start(item.block // SHARES, FEATURES, 2 * WIDTH) + column
         target = partial + (pair.to(gl.int64) * GROUPS + item.block % SHARES * WALK)[:, None] * FEATURES
         target += feature[None, :]

@@ -73,13 +73,16 @@ def _spread_before(item, spread, tiles):
 
 
 @gluon.jit
-def work_item(table, tiles, settled, number, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
-    """Return the `Item` of a number.
+def work_item(
+    table, tiles, settled, number, BLOCKS: gl.constexpr, GROUP: gl.constexpr, DEPENDENT: gl.constexpr = False
+):
+    """Return the `Item` of a number. A dependent launch may find lines of an earlier table in L1, and reads past it.
 
     Items go through the blocks of GROUP tiles at a time, tile by tile within a block, so that what runs together shares
     weights and inputs in L2. Those of the tiles behind the first `settled` have such an order of their own, and are
     spread evenly among the others.
     """
+    CACHE: gl.constexpr = ".cg" if DEPENDENT else ""
     exists = number < tiles * BLOCKS
     spread = tiles - settled
     before = _spread_before(number, spread, tiles)
@@ -89,9 +92,9 @@ def work_item(table, tiles, settled, number, BLOCKS: gl.constexpr, GROUP: gl.con
     size = gl.maximum(gl.minimum(gl.where(is_spread, spread, settled) - begin, GROUP), 1)
     place = index % (GROUP * BLOCKS)
     record = table + 4 * (gl.where(is_spread, settled, 0) + begin + place % size + 1)
-    expert = gl.load(record, mask=exists, other=0)
-    first = gl.load(record + 1, mask=exists, other=0)
-    pairs = gl.load(record + 2, mask=exists, other=0)
+    expert = gl.load(record, mask=exists, other=0, cache_modifier=CACHE)
+    first = gl.load(record + 1, mask=exists, other=0, cache_modifier=CACHE)
+    pairs = gl.load(record + 2, mask=exists, other=0, cache_modifier=CACHE)
     return Item(expert=expert, first=first, pairs=pairs, block=gl.where(exists, place // size, -1))
 
 

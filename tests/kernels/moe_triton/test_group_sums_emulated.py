@@ -98,6 +98,22 @@ def test_nothing_is_written_for_pairs_that_are_no_work() -> None:
     assert bool(call.scratch.partial_YGE[~work].isnan().all())
 
 
+def test_turns_in_the_same_memory_are_right_and_in_order() -> None:
+    """All launches are dependent, so that L1 keeps what it has of the turn before: tables and sorted pairs, too."""
+    case = Experts(20, 2, 4, 128, 4 * 48, groups=4, holes=True, padded=(2,), adds=False)
+    tiling = ring(case)
+    workspace, sums = case.workspace(tiling), []
+    with emulated(7, consecutive=True, fences=False) as launches:
+        for _ in range(2):
+            case.call(tiling, workspace, True).run()
+            case.check()
+            sums.append(case.tensors["out"].clone())
+            for name in ("x", "id", "weight"):
+                case.tensors[name].copy_(case.tensors[name].flip(0))
+    assert launches == 2 * ["sort_few", "gate_up", "group_sums", "combine"]
+    assert torch.equal(sums[0].flip(0), sums[1])
+
+
 def test_no_work_at_all() -> None:
     case = Experts(3, 2, 4, 128, 2 * 48, groups=2, padded=(0, 1, 2), adds=False)
     run(case, ring(case))
