@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Final
 
 from typing_extensions import override
@@ -22,14 +22,18 @@ _CALLS_IT: Final = "pd"
 
 
 class _NotForServe(MetaPathFinder):
-    """Says that pandas is not installed while that module is imported, and to nobody else."""
+    """Says to that module that pandas is not installed, and to nobody else: others may import pandas meanwhile."""
 
     @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        serve = sys.modules.get(_IMPORTS_IT) if fullname == _PANDAS else None
-        if serve is not None and _CALLS_IT not in vars(serve):
+        if fullname != _PANDAS:
+            return None
+        asks: FrameType | None = sys._getframe(1)
+        while asks is not None and asks.f_code.co_filename.startswith("<frozen importlib"):
+            asks = asks.f_back
+        if asks is not None and asks.f_globals.get("__name__") == _IMPORTS_IT and _CALLS_IT not in asks.f_globals:
             raise ModuleNotFoundError(f"No module named {_PANDAS!r}", name=_PANDAS)
         return None
 

@@ -3,8 +3,8 @@
 Shape legend: T tokens, E features, X experts, K experts per token, F = 2 I, I intermediate features of one expert. Of
 logits and their bias X is the routed experts; everything else counts shared ones as well.
 
-Hopper's own kernels (`hopper`, `w8a8`, `w4a8`, `four_bit_grouped`) need a private part of Gluon, of Triton 3.6. Without
-it a line is logged, and Triton's tiles stand in for them.
+Hopper's own kernels (`hopper`, `w8a8`, `w4a8`, `four_bit_grouped`, `group_sums`) need a private part of Gluon, of
+Triton 3.6. Without it a line is logged, and Triton's tiles stand in for them.
 """
 
 from __future__ import annotations

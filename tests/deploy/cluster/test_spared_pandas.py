@@ -46,6 +46,12 @@ def test_pandas_is_there_before_and_afterwards() -> None:
     assert said(PRELOAD, SERVE, USED) == ["False None", "3"]
 
 
+def test_another_thread_gets_pandas_while_serve_is_imported() -> None:
+    begin = "import sys, threading, types; sys.modules['ray.serve._private.utils'] = types.ModuleType('half-imported')"
+    other = f"one = threading.Thread(target=lambda: exec({USED!r})); one.start(); one.join()"
+    assert said(PRELOAD, begin, other) == ["3"]
+
+
 def test_serve_knows_pandas_that_was_imported_before() -> None:
     before, known = said(PRELOAD, USED, SERVE)
     assert before == "3"
