@@ -98,12 +98,20 @@ def test_nothing_is_written_for_pairs_that_are_no_work() -> None:
     assert bool(call.scratch.partial_YGE[~work].isnan().all())
 
 
-def test_turns_in_the_same_memory_are_right_and_in_order() -> None:
-    """All launches are dependent, so that L1 keeps what it has of the turn before: tables and sorted pairs, too."""
+def turns(*, cached: bool = False) -> list[Tensor]:
+    """What two turns in the same memory leave, the second of the same tokens from the last to the first. All launches
+    are dependent, so that L1 keeps what it has of the turn before. `cached`: the ring's loads go through L1."""
+
+    def edited(ptx: str) -> str:
+        if not cached or ".entry group_sums(" not in ptx:
+            return ptx
+        assert "ld.global.cg" in ptx
+        return ptx.replace("ld.global.cg", "ld.global")
+
     case = Experts(20, 2, 4, 128, 4 * 48, groups=4, holes=True, padded=(2,), adds=False)
     tiling = ring(case)
     workspace, sums = case.workspace(tiling), []
-    with emulated(7, consecutive=True, fences=False) as launches:
+    with emulated(7, consecutive=True, fences=False, edit=edited) as launches:
         for _ in range(2):
             case.call(tiling, workspace, True).run()
             case.check()
@@ -111,7 +119,17 @@ def test_turns_in_the_same_memory_are_right_and_in_order() -> None:
             for name in ("x", "id", "weight"):
                 case.tensors[name].copy_(case.tensors[name].flip(0))
     assert launches == 2 * ["sort_few", "gate_up", "group_sums", "combine"]
-    assert torch.equal(sums[0].flip(0), sums[1])
+    return sums
+
+
+def test_turns_are_right_and_in_order() -> None:
+    first, second = turns()
+    assert torch.equal(first.flip(0), second)
+
+
+def test_what_is_read_of_the_turn_before_in_l1_is_found() -> None:
+    with pytest.raises(Unordered, match="as L1 may have it"):
+        turns(cached=True)
 
 
 def test_no_work_at_all() -> None:
