@@ -103,8 +103,8 @@ def read_what_answers(config: ServeConfig) -> Tokenizer | None:
 
 def import_what_checks_grammars(config: ServeConfig) -> Thread | None:
     """Import in a thread, which is returned, what the first request for structured output needs: xgrammar, and torch
-    with it, for a second in which other streams would wait, too. Only beside ranks on GPUs, which still start for as
-    long; ranks on CPUs would start later for it. The tokenizer has been read before: a module may stand in for
+    with it, for a second in which other streams would wait, too. Only beside ranks on GPUs that still start; ranks on
+    CPUs would start later for it. The tokenizer has been read before: a module may stand in for
     transformers meanwhile."""
     if not config.gpus_per_rank:
         return None
@@ -265,7 +265,8 @@ class EngineReplica:
         if (nodes := len({placement.node for placement in self.processes.placements})) > 1:
             self.status_store.say(f"its ranks are on {nodes} nodes: what they sum goes over the network")
         self.tokenizer = await (reading or asyncio.to_thread(read_what_answers, config))
-        import_what_checks_grammars(config)
+        if not client.serves:  # ranks that started ahead may be there: then it would hold up the front
+            import_what_checks_grammars(config)
         if why := why_no_chat(self.tokenizer, config.engine.folder, config.api.chat_template):
             self.status_store.say(why)
         self.sampling_defaults = sampling_defaults(config)

@@ -59,12 +59,15 @@ def box(matrix: Tensor, groups: int, rows: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def _weights(
-    weight_box, item, step, bar, b_s, stage,
+def _begin_stage(
+    act_box, few_box, weight_box, item, step, bar, b_s, stage,
     FEATURES: gl.constexpr, GROUPS: gl.constexpr, WALK: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying the weights of an item's step."""
+    """Tell a stage what it waits for, and start copying the weights of an item's step."""
     SHARES: gl.constexpr = GROUPS // WALK
+    weights: gl.constexpr = weight_box.block_type.nbytes
+    mbarrier.expect(bar, weights + few_box.block_type.nbytes, pred=item.pairs <= FEW)
+    mbarrier.expect(bar, weights + act_box.block_type.nbytes, pred=item.pairs > FEW)
     row = item.expert * FEATURES + block_start(item.block // SHARES, FEATURES, 2 * WIDTH)
     group = item.block % SHARES * WALK + step // STEPS
     tma.async_copy_global_to_shared(weight_box, [row, group, step % STEPS * STEP], bar, b_s.index(stage))
@@ -91,27 +94,23 @@ def fetch(
     if item.block >= 0:
         for i in range(AHEAD):
             bar = pipe.full.index(i)
-            few = item.pairs <= FEW
-            mbarrier.expect(bar, weight_box.block_type.nbytes + few_box.block_type.nbytes, pred=few)
-            mbarrier.expect(bar, weight_box.block_type.nbytes + act_box.block_type.nbytes, pred=item.pairs > FEW)
-            _weights(weight_box, item, i, bar, b_s, i, FEATURES, GROUPS, WALK, STEPS)
+            _begin_stage(act_box, few_box, weight_box, item, i, bar, b_s, i, FEATURES, GROUPS, WALK, STEPS)
     if DEPENDENT:
         wait_for_kernel_before()
     step = 0
     turn = 0
     while item.block >= 0:
-        few = item.pairs <= FEW
         for i in range(WALK * STEPS):
             stage = step % STAGES
             bar = pipe.full.index(stage)
             if step >= AHEAD:
                 mbarrier.wait(pipe.empty.index(stage), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(bar, weight_box.block_type.nbytes + few_box.block_type.nbytes, pred=few)
-                mbarrier.expect(bar, weight_box.block_type.nbytes + act_box.block_type.nbytes, pred=item.pairs > FEW)
-                _weights(weight_box, item, i, bar, b_s, stage, FEATURES, GROUPS, WALK, STEPS)
+                _begin_stage(act_box, few_box, weight_box, item, i, bar, b_s, stage, FEATURES, GROUPS, WALK, STEPS)
             group = item.block % SHARES * WALK + i // STEPS
             k = i % STEPS * STEP
-            tma.async_copy_global_to_shared(few_box, [item.first, group, k], bar, few_s.index(4 * stage), pred=few)
+            tma.async_copy_global_to_shared(
+                few_box, [item.first, group, k], bar, few_s.index(4 * stage), pred=item.pairs <= FEW
+            )
             tma.async_copy_global_to_shared(
                 act_box, [item.first, group, k], bar, a_s.index(stage), pred=item.pairs > FEW
             )

@@ -6,8 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from deploy.config.application import ServeConfig
+from deploy.serve import replica
 
 pytestmark = pytest.mark.long
 
@@ -96,6 +101,32 @@ def test_a_front_that_cannot_check_grammars_serves_whatever_has_none(tmp_path: P
         "libxgrammar.so: cannot open shared object file",
         "True",
     ]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+async def test_a_front_whose_ranks_are_there_before_it_imports_no_more(
+    ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that started ahead of Ray may be: what the front imports then would hold up its first answer."""
+    imported: list[ServeConfig] = []
+    monkeypatch.setattr(replica, "read_what_answers", lambda config: None)
+    monkeypatch.setattr(replica, "import_what_checks_grammars", imported.append)
+
+    async def start() -> Any:
+        return SimpleNamespace(serves=ready, ready=stop)
+
+    async def stop(timeout_s: float) -> None:
+        raise TimeoutError
+
+    made: Any = SimpleNamespace(
+        config=ServeConfig.model_validate({"engine": {"model": "demo"}}),
+        status_store=SimpleNamespace(say=lambda line: None),
+        processes=SimpleNamespace(asks_ahead=True, not_ahead="", placements=[]),
+        _start_processes=start,
+    )
+    with pytest.raises(TimeoutError):
+        await replica.EngineReplica._bring_up(made)
+    assert bool(imported) != ready
 
 
 def test_a_front_begins_its_ranks_before_it_imports_what_makes_answers() -> None:

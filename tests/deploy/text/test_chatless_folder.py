@@ -20,7 +20,9 @@ class Stop(Exception):
 
 
 class Client:
-    """Stand-in for the engine's client."""
+    """Stand-in for the engine's client, whose ranks still start."""
+
+    serves = False
 
     def __init__(self, *_: Any) -> None:
         self.on_progress: list[Any] = []
